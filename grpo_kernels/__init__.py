@@ -1,0 +1,29 @@
+"""The GRPO loss from logits and back, without a softmax in memory: kernels behind a thin PyTorch autograd layer."""
+
+try:
+    import torch  # noqa: F401  first: its OpenMP runtime is the one that the native module shares
+except ImportError as error:
+    raise ImportError(f"grpo_kernels needs PyTorch, which could not be imported ({error}); install torch >= 2.6") from error
+
+from grpo_kernels.advantages import group_advantages, process_advantages
+from grpo_kernels.backends import available as available_backends
+from grpo_kernels.logprobs import LogprobsOutput, token_logprobs, token_logprobs_and_entropy
+from grpo_kernels.loss import fused_grpo_loss, grpo_loss
+from grpo_kernels.metrics import grpo_metrics
+from grpo_kernels.objective import GRPOLossOutput, LossOptions
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "GRPOLossOutput",
+    "LogprobsOutput",
+    "LossOptions",
+    "available_backends",
+    "fused_grpo_loss",
+    "group_advantages",
+    "grpo_loss",
+    "grpo_metrics",
+    "process_advantages",
+    "token_logprobs",
+    "token_logprobs_and_entropy",
+]

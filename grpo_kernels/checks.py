@@ -1,0 +1,153 @@
+"""What may come in: shapes, dtypes, devices and ranges, checked once at the public functions, each error naming the argument.
+
+Below the public functions these are facts. Nothing here looks at the values of a tensor, so nothing here synchronises or breaks a graph.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Union
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+__all__ = [
+    "Count",
+    "check_count",
+    "check_logits",
+    "check_number",
+    "known_options",
+    "mask_rows",
+    "per_token",
+    "plain_tensor",
+    "stats_dtype",
+    "temperatures",
+]
+
+Count = Union[float, Tensor, None]  # a number of tokens or sequences; a 0-d tensor is never synchronised
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_IDS = (torch.int64, torch.int32)
+
+
+def plain_tensor(name: str, x: Any) -> Tensor:
+    """x, if it is a tensor whose memory holds its values; else a TypeError with the recipe."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    if type(x) not in (Tensor, torch.nn.Parameter, FakeTensor):
+        raise TypeError(
+            f"{name}: expected a plain torch.Tensor, got the subclass {type(x).__name__}; pass x.full_tensor() of a DTensor, "
+            f"x.as_subclass(torch.Tensor) of another"
+        )
+    return x
+
+
+def check_logits(logits: Any, token_ids: Any, ids_name: str) -> None:
+    """logits (B, T, V) or (B, T + 1, V) in a floating dtype, contiguous over V, and integer ids (B, T); or (N, V) and (N,)."""
+    plain_tensor("logits", logits)
+    plain_tensor(ids_name, token_ids)
+    if logits.dtype not in _FLOATS:
+        raise TypeError(f"logits: expected float32, bfloat16, float16 or float64, got {logits.dtype}")
+    if token_ids.dtype not in _IDS:
+        raise TypeError(f"{ids_name}: expected int64 or int32, got {token_ids.dtype}")
+    shape, ids_shape = tuple(logits.shape), tuple(token_ids.shape)
+    if len(shape) not in (2, 3) or len(ids_shape) != len(shape) - 1:
+        raise ValueError(f"{ids_name}: expected (B, T) beside logits (B, T, V), got {ids_shape} beside logits {shape}")
+    spare = shape[1] - ids_shape[1] if len(shape) == 3 else 0
+    if shape[0] != ids_shape[0] or spare not in (0, 1):
+        raise ValueError(f"{ids_name}: expected (B, T) beside logits (B, T, V) or (B, T + 1, V), got {ids_shape} beside logits {shape}")
+    if shape[-1] == 0:
+        raise ValueError(f"logits: expected at least one column, got shape {shape}")
+    if shape[-1] > 1 and logits.stride(-1) != 1:
+        raise ValueError(
+            f"logits: expected the vocabulary to be contiguous (stride 1), got strides {logits.stride()} for shape {shape}; "
+            f"call .contiguous(), or keep the vocabulary last when making the view"
+        )
+    _same_device(ids_name, token_ids, logits)
+
+
+def stats_dtype(logits: Tensor) -> torch.dtype:
+    """The dtype of everything per token: float32, and float64 for float64 logits."""
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def per_token(
+    name: str, x: Any, shape: torch.Size, like: Tensor, dtype: torch.dtype, *, per_sequence: bool = False, column: bool = False
+) -> Tensor:
+    """x as a contiguous constant of `shape` (B, T) and `dtype` on the device of `like`.
+
+    (B, T) is always taken; (B,), one value a sequence, with `per_sequence`; (B, 1) with `column`. Nothing else broadcasts: a shape
+    that fits by accident must not be an answer.
+    """
+    plain_tensor(name, x)
+    if x.is_complex() or (dtype == torch.int64 and x.dtype not in _IDS):
+        raise TypeError(f"{name}: expected {'int64 or int32' if dtype == torch.int64 else 'a real dtype'}, got {x.dtype}")
+    if x.requires_grad:
+        raise ValueError(f"{name}: is a constant of the loss and must not require grad; pass {name}.detach()")
+    _same_device(name, x, like)
+    allowed = [tuple(shape)]
+    if per_sequence and len(shape) == 2:
+        allowed.append((shape[0],))
+    if column and len(shape) == 2:
+        allowed.append((shape[0], 1))
+    if tuple(x.shape) not in allowed:
+        raise ValueError(f"{name}: expected shape {' or '.join(map(str, allowed))}, got {tuple(x.shape)}")
+    if x.dim() < len(shape):
+        x = x[:, None]
+    return x.detach().to(dtype).expand(shape).contiguous()
+
+
+def mask_rows(name: str, mask: Any, shape: torch.Size, like: Tensor) -> Tensor | None:
+    """One `active` byte a row: any non-zero value counts as 1; None, all rows, stays None."""
+    if mask is None:
+        return None
+    plain_tensor(name, mask)
+    return per_token(name, mask.detach() != 0, shape, like, torch.uint8)
+
+
+def temperatures(temperature: Any, shape: torch.Size, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """One temperature a row, from a number, (B,) or (B, T). The values of a tensor are checked by the operator."""
+    if isinstance(temperature, Tensor) and temperature.dim() > 0:
+        return per_token("temperature", temperature, shape, like, dtype, per_sequence=True)
+    if isinstance(temperature, Tensor):
+        return per_token("temperature", temperature.expand(shape), shape, like, dtype)
+    return torch.full(shape, check_number("temperature", temperature, above=0), dtype=dtype, device=like.device)
+
+
+def check_number(name: str, value: Any, *, above: float | None = None, least: float | None = None) -> float:
+    """value as a finite float, > `above` or >= `least` where given."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    wanted = "a finite number" + (f" > {above}" if above is not None else f" >= {least}" if least is not None else "")
+    if not math.isfinite(value) or (above is not None and value <= above) or (least is not None and value < least):
+        raise ValueError(f"{name}: expected {wanted}, got {value}")
+    return float(value)
+
+
+def check_count(name: str, count: Count) -> Count:
+    """A count as a number, or a 0-d tensor that is left where it is."""
+    if count is None:
+        return None
+    if isinstance(count, Tensor):
+        plain_tensor(name, count)
+        if count.dim() != 0 or count.is_complex():
+            raise ValueError(f"{name}: expected a number or a real 0-d tensor, got a tensor of shape {tuple(count.shape)}, {count.dtype}")
+        return count.detach()
+    return check_number(name, count)
+
+
+def known_options(options: Mapping[str, Any], names: Iterable[str]) -> None:
+    """TypeError for an option that does not exist, with the nearest one that does."""
+    names = list(names)
+    for name in options:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            raise TypeError(f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(names)}"))
+
+
+def _same_device(name: str, x: Tensor, logits: Tensor) -> None:
+    if x.device != logits.device:
+        raise ValueError(f"{name}: expected a tensor on {logits.device} as the first argument, got one on {x.device}")

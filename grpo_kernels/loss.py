@@ -1,0 +1,272 @@
+"""The GRPO loss: from logits (`fused_grpo_loss`) and from log-probabilities (`grpo_loss`).
+
+A batch becomes rows, None becomes an alias, a loss type becomes one weight per token; below that the layers know none of these. The loss
+is by default two sweeps over the logits (forward: 1 read; backward: 1 read, 1 write); `one_pass` makes it one (1 read, 1 write).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import ops
+from grpo_kernels.checks import check_logits, mask_rows, per_token, plain_tensor, stats_dtype, temperatures
+from grpo_kernels.logprobs import as_rows, check_inplace, rows, score, zero_spare
+from grpo_kernels.objective import (
+    GRPOLossOutput,
+    LossOptions,
+    ObjectiveParams,
+    TokenInputs,
+    empty_outputs,
+    token_objective,
+    total,
+)
+from grpo_kernels.weights import token_weights as aggregation_weights
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["fused_grpo_loss", "grpo_loss"]
+
+
+def fused_grpo_loss(
+    logits: Tensor,
+    completion_ids: Tensor,
+    advantages: Tensor,
+    *,
+    old_logps: Tensor | None = None,
+    ref_logps: Tensor | None = None,
+    completion_mask: Tensor | None = None,
+    importance_weights: Tensor | None = None,
+    policy_weights: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    one_pass: bool = False,
+    inplace: bool = False,
+    backend: str | None = None,
+    **options: Unpack[LossOptions],
+) -> GRPOLossOutput:
+    """The GRPO loss (DeepSeekMath, arXiv 2402.03300, eq. 3) straight from logits.
+
+    loss = sum_it w_it [ -min(rho A, clip(rho, 1 - epsilon, 1 + epsilon_high) A) + beta (e^d - d - 1) ] - entropy bonus, with
+    rho = exp(logp - old_logp), d = ref_logp - logp, and w the aggregation's weight of a token, 0 where masked.
+
+    Args:
+        logits: (B, T, V), position t predicting completion_ids[:, t]; or (B, T + 1, V) as `model(..., logits_to_keep=T + 1)` returns
+            them: the last position is ignored and gets gradient 0 (do not slice it off: autograd would copy the whole tensor).
+            float32, bfloat16 or float16 (float64 on backend "torch"). Any strides over B and T, contiguous over V.
+        completion_ids: (B, T) int64 or int32.
+        advantages: (B,) or (B, T).
+        old_logps: (B, T) log-probs under the policy that sampled; None: on-policy, the ratio is exactly 1.
+        ref_logps: (B, T) log-probs under the reference policy; required where beta > 0. Given, `kl` is filled also at beta 0.
+        completion_mask: (B, T) bool, int or float; non-zero counts. What stands at masked positions never matters. None: all tokens.
+        importance_weights: (B,), (B, 1) or (B, T) ratio of trainer to sampler; multiplies the policy term.
+        policy_weights: (B,), (B, 1) or (B, T) any other factor of the policy term (off-policy or entropy masks).
+        token_weights: (B, T) own aggregation: replaces w by token_weights * mask; then no normaliser and no loss_scale is applied.
+        temperature: > 0; a number, (B,) or (B, T). Divides the logits inside; old_logps and ref_logps must have been made with it.
+        one_pass: loss and gradient in one visit of each row, in the forward. One backward only. A GradScaler's factor belongs in
+            loss_scale then: float16 gradients are stored before the scaler multiplies.
+        inplace: the logits' storage becomes their gradient (in the backward; with one_pass already in the forward). One backward only; a
+            later reader of the logits raises. Without grad both flags leave the logits alone.
+        backend: a name of `available_backends()`; None picks the best for the device.
+        **options: see `LossOptions`.
+
+    Returns:
+        GRPOLossOutput(loss, policy_loss, logps, entropy, kl, clipped): `loss` differentiable in the logits.
+
+    Raises:
+        ValueError, TypeError: wrong shapes, dtypes, devices, ranges, an unknown option, beta > 0 without ref_logps; before any launch.
+        IndexError: an unmasked id outside [0, V), on the CPU (on a GPU that token is NaN).
+        RuntimeError: inplace on a leaf that requires grad; a second backward with one_pass or inplace.
+
+    With old_logps None (or equal) and centred advantages the *value* of the loss is 0 while its gradient is not: log rewards, not the loss.
+
+    >>> import torch
+    >>> logits = torch.zeros(2, 3, 5, requires_grad=True)
+    >>> out = fused_grpo_loss(logits, torch.tensor([[1, 2, 3], [4, 0, 1]]), torch.tensor([1.0, -1.0]))
+    >>> out.loss.backward()
+    >>> out.logps[0, 0], logits.grad[0, 0, 1]
+    (tensor(-1.6094), tensor(-0.1333))
+    """
+    params = ObjectiveParams.from_options(options)
+    check_logits(logits, completion_ids, "completion_ids")
+    if logits.dim() != 3:
+        raise ValueError(f"logits: expected (B, T, V) or (B, T + 1, V), got {tuple(logits.shape)}")
+    shape, dtype = completion_ids.shape, stats_dtype(logits)
+    ids = per_token("completion_ids", completion_ids, shape, logits, torch.int64)
+    taus = temperatures(temperature, shape, logits, dtype)
+    active = mask_rows("completion_mask", completion_mask, shape, logits)
+    inputs = _token_inputs(
+        params, shape, logits, active, advantages, old_logps, ref_logps, importance_weights, policy_weights, token_weights
+    )
+    inplace = check_inplace("inplace", logits, inplace)
+    if one_pass and logits.requires_grad and torch.is_grad_enabled():
+        # autograd lets a function that writes over a view return nothing else, and torch.compile cannot tell an unused output's gradient
+        # from zeros: there the gradient takes the logits' place in the backward.
+        if not (inplace and (logits._is_view() or torch.compiler.is_compiling())):
+            return GRPOLossOutput(*_OnePass.apply(logits, ids, active, taus, params.for_kernels(), inplace, backend or "", *inputs)[:6])
+    logps, entropy = score(logits, ids, active, taus, inplace, backend or "")
+    return _output(logps, entropy, active, params, inputs, backend or "")
+
+
+def grpo_loss(
+    logps: Tensor,
+    advantages: Tensor,
+    *,
+    entropy: Tensor | None = None,
+    old_logps: Tensor | None = None,
+    ref_logps: Tensor | None = None,
+    completion_mask: Tensor | None = None,
+    importance_weights: Tensor | None = None,
+    policy_weights: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    backend: str | None = None,
+    **options: Unpack[LossOptions],
+) -> GRPOLossOutput:
+    """The same loss from log-probabilities (B, T), for trainers whose loss gets only these, or that need entropy before the loss.
+
+    Args:
+        logps: (B, T), differentiable; float32 or float64 (half precision is taken to float32 first). `token_logprobs` makes them.
+        entropy: (B, T), differentiable; needed where entropy_coef is not 0 (without it the output's entropy is zeros).
+        The others: as `fused_grpo_loss`.
+
+    Raises:
+        ValueError, TypeError: as `fused_grpo_loss`.
+
+    >>> import torch
+    >>> logps = torch.log(torch.tensor([[1.1, 0.9, 1.5]]))
+    >>> grpo_loss(logps, torch.ones(1), old_logps=torch.zeros(1, 3)).loss
+    tensor(-1.0667)
+    """
+    params = ObjectiveParams.from_options(options)
+    logps = _differentiable("logps", logps)
+    if logps.dim() != 2:
+        raise ValueError(f"logps: expected (B, T), got shape {tuple(logps.shape)}")
+    if entropy is not None:
+        entropy = _differentiable("entropy", entropy)
+        if entropy.shape != logps.shape or entropy.device != logps.device:
+            raise ValueError(
+                f"entropy: expected {tuple(logps.shape)} on {logps.device} as logps, got {tuple(entropy.shape)} on {entropy.device}"
+            )
+        entropy = entropy.to(logps.dtype)
+    elif params.entropy_coef != 0:
+        raise ValueError("entropy: entropy_coef is not 0, so the loss needs it; got None (token_logprobs_and_entropy gives it)")
+    active = mask_rows("completion_mask", completion_mask, logps.shape, logps)
+    inputs = _token_inputs(
+        params, logps.shape, logps, active, advantages, old_logps, ref_logps, importance_weights, policy_weights, token_weights
+    )
+    return _output(logps, entropy, active, params, inputs, backend or "")
+
+
+def _differentiable(name: str, x: Any) -> Tensor:
+    plain_tensor(name, x)
+    if not x.is_floating_point():
+        raise TypeError(f"{name}: expected a floating dtype, got {x.dtype}")
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _token_inputs(
+    params: ObjectiveParams,
+    shape: torch.Size,
+    like: Tensor,
+    active: Tensor | None,
+    advantages: Tensor,
+    old_logps: Tensor | None,
+    ref_logps: Tensor | None,
+    importance_weights: Tensor | None,
+    policy_weights: Tensor | None,
+    token_weights: Tensor | None,
+) -> TokenInputs:
+    """Everything per token as the objective takes it: the two policy factors as one, aggregation and entropy bonus as weights."""
+    dtype = stats_dtype(like)
+
+    def constant(name: str, x: Tensor | None, **shapes: bool) -> Tensor | None:
+        return None if x is None else per_token(name, x, shape, like, dtype, **shapes)
+
+    if params.beta > 0 and ref_logps is None:
+        raise ValueError(f"ref_logps: beta is {params.beta}, so the loss needs the reference's log-probs; got None")
+    factors = [
+        constant("importance_weights", importance_weights, per_sequence=True, column=True),
+        constant("policy_weights", policy_weights, per_sequence=True, column=True),
+    ]
+    given = [factor for factor in factors if factor is not None]
+    if token_weights is None:
+        params.check_normaliser()
+        weights = aggregation_weights(
+            active, shape, params.loss_type,
+            num_items_in_batch=params.num_items_in_batch, num_sequences=params.num_sequences, num_processes=params.num_processes,
+            max_completion_length=params.max_completion_length, loss_scale=params.loss_scale, dtype=dtype, device=like.device,
+        )  # fmt: skip
+    else:
+        weights = per_token("token_weights", token_weights, shape, like, dtype)
+        weights = weights if active is None else torch.where(active.bool(), weights, 0)
+    bonus = None
+    if params.entropy_coef != 0:
+        per_entropy = weights
+        if params.entropy_aggregation == "token_mean":
+            scale = params.loss_scale if token_weights is None else 1.0
+            per_entropy = aggregation_weights(active, shape, "bnpo", loss_scale=scale, dtype=dtype, device=like.device)
+        bonus = params.entropy_coef * per_entropy
+    return TokenInputs(
+        per_token("advantages", advantages, shape, like, dtype, per_sequence=True),
+        constant("old_logps", old_logps),
+        constant("ref_logps", ref_logps),
+        None if not given else given[0] if len(given) == 1 else given[0] * given[1],
+        weights,
+        bonus,
+    )
+
+
+def _output(
+    logps: Tensor, entropy: Tensor | None, active: Tensor | None, params: ObjectiveParams, inputs: TokenInputs, backend: str
+) -> GRPOLossOutput:
+    bonus = entropy if inputs.entropy_weights is not None else None
+    loss, policy_loss, kl, clipped = token_objective(
+        logps.contiguous(), None if bonus is None else bonus.contiguous(), active, params, inputs, backend
+    )
+    values = [torch.zeros_like(logps) if x is None else x.detach() for x in (logps, entropy)]
+    if active is not None:
+        values = [torch.where(active.bool(), x, 0) for x in values]
+    return GRPOLossOutput(loss, policy_loss, values[0], values[1], kl, clipped)
+
+
+class _OnePass(torch.autograd.Function):
+    """Loss and dlogits in the forward; the backward hands the gradient over, times the upstream gradient where that is not 1."""
+
+    @staticmethod
+    def forward(ctx, logits, token_ids, active, temperature, params, inplace, backend, *inputs):  # type: ignore[no-untyped-def]
+        logps, entropy = torch.empty_like(temperature), torch.empty_like(temperature)
+        loss, policy_loss, kl, clipped = empty_outputs(logps)
+        arguments = (*as_rows(logits, token_ids, active, temperature), *inputs, params, logps, entropy, loss, policy_loss, kl, clipped)
+        if inplace:
+            dlogits = logits
+            ops.loss_and_grad_(backend, *arguments)
+            ctx.mark_dirty(logits)
+        else:
+            dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+            ops.loss_and_grad(backend, *arguments, rows(dlogits, token_ids))
+        zero_spare(dlogits, token_ids)
+        ctx.dlogits, ctx.backend = dlogits.detach(), backend
+        ctx.set_materialize_grads(False)
+        results = total(loss), total(policy_loss), logps, entropy, kl, clipped
+        ctx.mark_non_differentiable(*results[1:])
+        return (*results, logits) if inplace else results
+
+    @staticmethod
+    def backward(ctx, upstream, *others):  # type: ignore[no-untyped-def]
+        if others[5:] and others[5] is not None:
+            raise RuntimeError(
+                "the logits were read after fused_grpo_loss(one_pass=True, inplace=True) had turned them into their gradient; read them "
+                "before, or drop inplace"
+            )
+        dlogits, ctx.dlogits = ctx.dlogits, None
+        if dlogits is None:
+            raise RuntimeError(
+                "fused_grpo_loss(one_pass=True) hands its gradient over in the first backward; for a second one (retain_graph) drop one_pass"
+            )
+        if upstream is None:
+            return (None,) * 13
+        ops.scale_(ctx.backend, dlogits, upstream)
+        return ops.once(dlogits), *(None,) * 12

@@ -1,0 +1,117 @@
+"""The entry points as torch.library operators: a schema, an empty fake, and dispatch to a backend.
+
+Every result is an out-argument, so there is nothing to infer when torch.compile or a FakeTensor traces them. `backend` is a name, or ""
+for the best one. What depends on the values of tensors is checked here, where a compiled graph does not see the branch. An operator whose
+name ends in `_` writes the gradient over its first tensor.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import backends
+
+__all__ = [
+    "group_advantages",
+    "logprobs_backward",
+    "logprobs_backward_",
+    "logprobs_forward",
+    "loss_and_grad",
+    "loss_and_grad_",
+    "objective",
+    "once",
+    "scale_",
+]
+
+# The groups of arguments that several entry points share; backends.Backend says what each tensor is.
+_ROWS = "Tensor token_ids, Tensor? active, Tensor temperature"
+_TOKENS = "Tensor advantages, Tensor? old_logps, Tensor? ref_logps, Tensor? policy_weights, Tensor weights, Tensor? entropy_weights"
+_STATS = "Tensor row_max, Tensor log_sum, Tensor entropy, Tensor dlogps, Tensor? dentropy"
+_LOSS = "Tensor(a!) loss, Tensor(b!) policy_loss"
+_METRICS = "Tensor(d!) kl, Tensor(e!) clipped"
+
+
+def _operator(name: str, arguments: str, check: Callable[..., None] | None = None, like: int = 0) -> Callable[..., None]:
+    """Define `grpo_kernels::name(str backend, arguments)` over the backend's function of that name (without the `_`).
+
+    The device and dtype of argument `like` pick the backend; `check` sees the first four arguments.
+    """
+    inplace = arguments.startswith("Tensor(z!) logits")
+
+    def implementation(backend: str, *tensors: Any) -> None:
+        entry_point = getattr(backends.get(backend, tensors[like].device, tensors[like].dtype), name.rstrip("_"))
+        if check is not None:
+            check(*tensors[:4])
+        entry_point(*tensors, *(tensors[:1] if inplace else ()))
+
+    mutates = [argument.split()[-1] for argument in arguments.split(", ") if "!" in argument]
+    op = torch.library.custom_op(f"grpo_kernels::{name}", implementation, mutates_args=mutates, schema=f"(str backend, {arguments}) -> ()")
+    op.register_fake(lambda *_: None)
+    return op
+
+
+def _check_values(logits: Tensor, token_ids: Tensor, active: Tensor | None, temperature: Tensor) -> None:
+    """Ids inside the vocabulary, temperatures positive; on a GPU only with GRPO_KERNELS_DEBUG=1, since looking would synchronise."""
+    if logits.device.type != "cpu" and os.environ.get("GRPO_KERNELS_DEBUG") != "1":
+        return
+    vocab = logits.shape[-1]
+    _raise_where((token_ids < 0) | (token_ids >= vocab), active, IndexError, "token id", token_ids, f"in [0, {vocab})")
+    _raise_where(~((temperature > 0) & temperature.isfinite()), active, ValueError, "temperature", temperature, "positive and finite")
+
+
+def _raise_where(bad: Tensor, active: Tensor | None, error: type[Exception], name: str, values: Tensor, expected: str) -> None:
+    bad = bad if active is None else bad & active.bool()
+    if bad.any():
+        position = tuple(bad.nonzero()[0].tolist())
+        raise error(f"{name} at position {position}: expected {expected}, got {values[position].item()}")
+
+
+logprobs_forward = _operator(
+    "logprobs_forward",
+    f"Tensor logits, {_ROWS}, Tensor(a!) logps, Tensor(b!) row_max, Tensor(c!) log_sum, Tensor(d!) entropy",
+    check=_check_values,
+)
+objective = _operator(
+    "objective",
+    f"Tensor logps, Tensor? entropy, {_TOKENS}, Tensor? active, float[] params, {_LOSS}, Tensor(c!) dlogps, {_METRICS}",
+)
+logprobs_backward = _operator("logprobs_backward", f"Tensor logits, {_ROWS}, {_STATS}, Tensor(a!) dlogits")
+logprobs_backward_ = _operator("logprobs_backward_", f"Tensor(z!) logits, {_ROWS}, {_STATS}")
+loss_and_grad = _operator(
+    "loss_and_grad",
+    f"Tensor logits, {_ROWS}, {_TOKENS}, float[] params, Tensor(f!) logps, Tensor(g!) entropy, {_LOSS}, {_METRICS}, Tensor(h!) dlogits",
+    check=_check_values,
+)
+loss_and_grad_ = _operator(
+    "loss_and_grad_",
+    f"Tensor(z!) logits, {_ROWS}, {_TOKENS}, float[] params, Tensor(f!) logps, Tensor(g!) entropy, {_LOSS}, {_METRICS}",
+    check=_check_values,
+)
+scale_ = _operator("scale_", "Tensor(a!) dlogits, Tensor factor")
+group_advantages = _operator(
+    "group_advantages",
+    "Tensor values, Tensor? order, Tensor offsets, str scale, str baseline, int ddof, float eps, Tensor? step_ends, Tensor(a!) out",
+    like=-1,  # the values are float64 on every backend, the result is float32
+)
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gradient, marker):  # type: ignore[no-untyped-def]
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx, _):  # type: ignore[no-untyped-def]
+        raise RuntimeError("grpo_kernels has no second derivative: a gradient of its losses cannot be differentiated again")
+
+
+def once(gradient: Tensor) -> Tensor:
+    """The gradient, marked under create_graph=True so that differentiating it again raises instead of being silently incomplete."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        gradient = _Once.apply(gradient, torch.zeros((), requires_grad=True))
+    return gradient

@@ -1,0 +1,56 @@
+"""Every aggregation as one weight per token: mask, normaliser and scale in one tensor (MATH.md §4), so that kernels see no loss type."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.checks import Count
+
+__all__ = ["token_weights"]
+
+
+def token_weights(
+    active: Tensor | None,
+    shape: torch.Size,
+    loss_type: str,
+    *,
+    num_items_in_batch: Count = None,
+    num_sequences: Count = None,
+    num_processes: int = 1,
+    max_completion_length: float | None = None,
+    loss_scale: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> Tensor:
+    """w (B, T) with loss = sum w L; a masked token weighs 0.
+
+    | loss_type | w |
+    |---|---|
+    | grpo | m / (B max(n_i, 1)) |
+    | bnpo | m / max(sum m, 1), always local |
+    | dr_grpo | m / (B max_completion_length) |
+    | dapo | P m / num_items_in_batch, by default the local sum of m |
+
+    n_i = sum_t m; B is `num_sequences`, by default the local number of sequences; P, `num_processes`, multiplies w wherever a global
+    count is in it. Counts may be 0-d tensors, are never synchronised, and count as 1 where they are <= 0.
+    """
+    mask = torch.ones(shape, dtype=dtype, device=device) if active is None else active.to(dtype)
+    lengths = mask.sum(-1, keepdim=True)
+    if loss_type == "bnpo":
+        return mask * (loss_scale / lengths.sum().clamp(min=1))
+    if loss_type == "dapo":
+        total = lengths.sum().clamp(min=1) if num_items_in_batch is None else _at_least_some(num_items_in_batch, dtype)
+        return mask * (loss_scale * num_processes / total)
+    sequences = max(shape[0], 1) if num_sequences is None else _at_least_some(num_sequences, dtype)
+    scale = loss_scale * num_processes / sequences
+    if loss_type == "dr_grpo":
+        return mask * (scale / max_completion_length)
+    return mask * scale / lengths.clamp(min=1)
+
+
+def _at_least_some(count: float | Tensor, dtype: torch.dtype) -> float | Tensor:
+    """A count <= 0, as of a batch with nothing to learn from, counts as 1."""
+    if isinstance(count, Tensor):
+        return torch.where(count > 0, count.to(dtype), 1)
+    return count if count > 0 else 1
