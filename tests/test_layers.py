@@ -1,0 +1,154 @@
+"""Holds the arrows of CONTRIBUTING.md: who may import whom. Read from the sources, so that an import inside a function counts too.
+
+A module that is in no row fails: a new room is put on the map before it is used.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# module -> what it may import of this package. Siblings are in no row of each other.
+ARROWS: dict[str, set[str]] = {
+    "grpo_kernels": {"loss", "logprobs", "objective", "advantages", "metrics", "backends"},
+    "__main__": {"grpo_kernels", "_C"},
+    "loss": {"logprobs", "objective", "sequence", "weights", "checks"},
+    "linear": {"logprobs", "objective", "sequence", "weights", "checks", "ops"},
+    "logprobs": {"ops", "checks"},
+    "objective": {"ops", "checks"},
+    "sequence": {"checks"},
+    "weights": {"checks"},
+    "advantages": {"ops", "checks"},
+    "metrics": {"checks"},
+    "checks": set(),
+    "reference": set(),
+    "ops": {"backends"},
+    "backends": {"backends.eager", "backends.native", "backends.triton"},
+    "backends.eager": {"reference"},
+    "backends.native": {"_C"},
+}
+
+
+def module_name(path: Path, package: Path) -> str:
+    """`backends.eager` for backends/eager.py, `backends` for its __init__.py, `grpo_kernels` for the top one."""
+    parts = path.relative_to(package).with_suffix("").parts
+    parts = parts[:-1] if parts[-1] == "__init__" else parts
+    return ".".join(parts) or package.name
+
+
+def imports(source: str, package: str = "grpo_kernels") -> set[str]:
+    """Modules of `package` that a source text imports, without the package's name; the package itself as its name.
+
+    `from grpo_kernels import ops` counts as `ops`, `from grpo_kernels import fused_grpo_loss` as `grpo_kernels`.
+    """
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports are absolute, so that this test reads them"
+            names = [node.module or ""]
+            if names[0].split(".")[0] == package:
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                modules = {name for name in inner if is_module(name)}
+                names = sorted(modules) if modules == inner else [*names, *sorted(modules)]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "__import__", "import_module"):
+            names = [node.args[0].value] if isinstance(node.args[0], ast.Constant) else []
+        else:
+            continue
+        found |= {name.removeprefix(f"{package}.") for name in names if name.split(".")[0] == package}
+    return found
+
+
+def is_module(name: str) -> bool:
+    path = ROOT / name.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").exists() or name == "grpo_kernels._C"
+
+
+def forbidden(module: str, source: str) -> list[str]:
+    """Arrows of this source that are not on the map."""
+    assert module in ARROWS, f"{module} is not on the map: give it a row in ARROWS and in CONTRIBUTING.md"
+    allowed = ARROWS[module] | {module}
+    return [f"{module} -> {target}" for target in sorted(imports(source)) if target not in allowed]
+
+
+def test_arrows_of_the_package_point_down() -> None:
+    package = ROOT / "grpo_kernels"
+    arrows = [arrow for path in sorted(package.rglob("*.py")) for arrow in forbidden(module_name(path, package), path.read_text())]
+    assert arrows == []
+
+
+def test_the_map_has_no_cycle() -> None:
+    done: set[str] = set()
+    while len(done) < len(ARROWS):
+        ready = {module for module, targets in ARROWS.items() if module not in done and targets & ARROWS.keys() <= done}
+        assert ready, f"a cycle among {sorted(ARROWS.keys() - done)}"
+        done |= ready
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("logprobs", "from grpo_kernels.objective import ObjectiveParams"),
+        ("weights", "from grpo_kernels import logprobs"),
+        ("ops", "import grpo_kernels.loss"),
+        ("reference", "def f():\n    from grpo_kernels import ops"),
+        ("loss", "from grpo_kernels import _C"),
+        ("backends.eager", "import importlib\nimportlib.import_module('grpo_kernels.backends.native')"),
+        ("checks", "from grpo_kernels import fused_grpo_loss"),
+    ],
+)
+def test_an_arrow_that_points_up_or_sideways_is_found(module: str, source: str) -> None:
+    assert len(forbidden(module, source)) == 1
+
+
+def test_the_reference_imports_only_torch() -> None:
+    tree = ast.parse((ROOT / "grpo_kernels/reference.py").read_text())
+    roots = {alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    roots |= {(node.module or "").split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert roots <= {"__future__", "torch", "math", "typing", "collections", "dataclasses"}
+
+
+def test_only_the_native_backend_takes_addresses_of_tensors() -> None:
+    package = ROOT / "grpo_kernels"
+    assert [path.name for path in package.rglob("*.py") if ".data_ptr()" in path.read_text()] == ["native.py"]
+
+
+def test_the_trainer_uses_public_names_only() -> None:
+    public = set()
+    for node in ast.walk(ast.parse((ROOT / "grpo_kernels/__init__.py").read_text())):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            public = set(ast.literal_eval(node.value)) | {"__version__"}
+    assert "fused_grpo_loss" in public
+    sources = sorted((ROOT / "python/grpo_trainer").rglob("*.py"))
+    assert sources
+    for path in sources:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("grpo_kernels"):
+                assert node.module == "grpo_kernels" and {alias.name for alias in node.names} <= public, f"{path}:{node.lineno}"
+            if isinstance(node, ast.Import):
+                assert not any(alias.name.startswith("grpo_kernels.") for alias in node.names), f"{path}:{node.lineno}"
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "grpo_kernels":
+                assert node.attr in public, f"{path}:{node.lineno}"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "folders"),
+    [
+        ("*.h", {""}),  # the shared headers know no device
+        ("bindings.cpp", {""}),  # the bindings see the faces, not what is behind them
+        ("cpu/*", {"", "cpu"}),
+    ],
+)
+def test_arrows_of_the_native_sources_point_down(pattern: str, folders: set[str]) -> None:
+    sources = sorted((ROOT / "csrc").glob(pattern))
+    assert sources
+    for path in sources:
+        for included in re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(), flags=re.MULTILINE):
+            assert (ROOT / "csrc" / included).exists(), f"{path.name} names {included} by another path than from csrc/"
+            assert included.rpartition("/")[0] in folders, f"{path.name} -> {included}"
