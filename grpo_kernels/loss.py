@@ -105,7 +105,7 @@ def fused_grpo_loss(
     if one_pass and logits.requires_grad and torch.is_grad_enabled():
         # autograd lets a function that writes over a view return nothing else, and torch.compile cannot tell an unused output's gradient
         # from zeros: there the gradient takes the logits' place in the backward.
-        if not (inplace and (logits._is_view() or torch.compiler.is_compiling())):
+        if not (inplace and (torch.compiler.is_compiling() or logits._is_view())):
             return GRPOLossOutput(*_OnePass.apply(logits, ids, active, taus, params.for_kernels(), inplace, backend or "", *inputs)[:6])
     logps, entropy = score(logits, ids, active, taus, inplace, backend or "")
     return _output(logps, entropy, active, params, inputs, backend or "")

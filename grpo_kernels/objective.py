@@ -95,7 +95,7 @@ class ObjectiveParams:
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> ObjectiveParams:
         """Raises TypeError for an unknown option, naming the nearest, and for a wrong type; ValueError for a value out of range."""
-        known_options(options, [field.name for field in fields(cls)])
+        known_options(options, OPTION_NAMES)
         return cls(**options)
 
     def __post_init__(self) -> None:
@@ -142,6 +142,9 @@ class ObjectiveParams:
             float(self.beta),
             min(MAX_LOG_RATIO, self.max_log_ratio or MAX_LOG_RATIO),
         ]
+
+
+OPTION_NAMES = tuple(field.name for field in fields(ObjectiveParams))
 
 
 class GRPOLossOutput(NamedTuple):
