@@ -1,0 +1,115 @@
+// The glue: integers from Python become typed pointers, the GIL is released, the kernel runs. Everything was checked in Python.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "kernels.h"
+
+namespace py = pybind11;
+using namespace grpo;
+
+namespace {
+
+using Address = uintptr_t;  // 0: an absent tensor
+
+template <class T>
+T* at(Address address) {
+    return reinterpret_cast<T*>(address);
+}
+
+using ShapeTuple = std::tuple<int, int64_t, int64_t, int64_t>;  // dtype, batch, time, vocab
+Shape shape_from(const ShapeTuple& s) { return {DType(std::get<0>(s)), std::get<1>(s), std::get<2>(s), std::get<3>(s)}; }
+
+using RowsTuple = std::tuple<Address, int64_t, int64_t>;  // address, strides over batch and time in elements
+Rows rows_from(const RowsTuple& r) { return {at<void>(std::get<0>(r)), std::get<1>(r), std::get<2>(r)}; }
+
+using Addresses = std::vector<Address>;  // in the order of the struct's members
+
+Targets targets_from(const Addresses& a) { return {at<const int64_t>(a.at(0)), at<const uint8_t>(a.at(1)), at<const float>(a.at(2))}; }
+
+RowOutputs row_outputs_from(const Addresses& a) {
+    return {at<float>(a.at(0)), at<float>(a.at(1)), at<float>(a.at(2)), at<float>(a.at(3))};
+}
+
+SavedRows saved_from(const Addresses& a) { return {at<const float>(a.at(0)), at<const float>(a.at(1)), at<const float>(a.at(2))}; }
+
+TokenInputs token_inputs_from(const Addresses& a) {
+    return {at<const float>(a.at(0)), at<const float>(a.at(1)), at<const float>(a.at(2)),
+            at<const float>(a.at(3)), at<const float>(a.at(4)), at<const float>(a.at(5))};
+}
+
+TokenOutputs token_outputs_from(const Addresses& a) {
+    return {at<float>(a.at(0)), at<float>(a.at(1)), at<float>(a.at(2)), at<float>(a.at(3)), at<int8_t>(a.at(4))};
+}
+
+// epsilon, epsilon_high, delta, dual_clip, beta, max_log_ratio. The clip edges are rounded once, from double, as the other backends do:
+// a ratio exactly on an edge must be on the same side everywhere.
+ObjectiveParams params_from(const std::vector<double>& p) {
+    return {float(1.0 - p.at(0)), float(1.0 + p.at(1)), float(p.at(2)), float(p.at(3)), float(p.at(4)), float(p.at(5))};
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+    m.doc() = "Native kernels of grpo_kernels over raw addresses; grpo_kernels.backends.native is the only caller.";
+    const py::call_guard<py::gil_scoped_release> no_gil;
+
+    m.def("isa", &cpu::isa);
+    m.def("isas", [] { return py::tuple(py::cast(cpu::isas())); });
+    m.def("cuda_archs", [] { return py::tuple(); });
+
+    m.def(
+        "logprobs_forward",
+        [](const ShapeTuple& shape, const RowsTuple& logits, const Addresses& targets, const Addresses& outputs, int num_threads) {
+            cpu::logprobs_forward(shape_from(shape), rows_from(logits), targets_from(targets), row_outputs_from(outputs), num_threads);
+        },
+        no_gil);
+    m.def(
+        "objective",
+        [](int64_t rows, Address logps, Address entropy, const Addresses& inputs, Address active, const std::vector<double>& params,
+           const Addresses& outputs, int num_threads) {
+            cpu::objective(rows, at<const float>(logps), at<const float>(entropy), token_inputs_from(inputs), at<const uint8_t>(active),
+                           params_from(params), token_outputs_from(outputs), num_threads);
+        },
+        no_gil);
+    m.def(
+        "logprobs_backward",
+        [](const ShapeTuple& shape, const RowsTuple& logits, const Addresses& targets, const Addresses& saved, Address dlogps,
+           Address dentropy, const RowsTuple& dlogits, int num_threads) {
+            cpu::logprobs_backward(shape_from(shape), rows_from(logits), targets_from(targets), saved_from(saved), at<const float>(dlogps),
+                                   at<const float>(dentropy), rows_from(dlogits), num_threads);
+        },
+        no_gil);
+    m.def(
+        "loss_and_grad",
+        [](const ShapeTuple& shape, const RowsTuple& logits, const Addresses& targets, const Addresses& inputs,
+           const std::vector<double>& params, const Addresses& row_outputs, const Addresses& token_outputs, const RowsTuple& dlogits,
+           int num_threads) {
+            cpu::loss_and_grad(shape_from(shape), rows_from(logits), targets_from(targets), token_inputs_from(inputs), params_from(params),
+                               row_outputs_from(row_outputs), token_outputs_from(token_outputs), rows_from(dlogits), num_threads);
+        },
+        no_gil);
+    m.def(
+        "scale",
+        [](const ShapeTuple& shape, const RowsTuple& dlogits, Address factor, int num_threads) {
+            cpu::scale(shape_from(shape), rows_from(dlogits), *at<const float>(factor), num_threads);
+        },
+        no_gil);
+    m.def(
+        "group_advantages",
+        [](Address values, Address order, Address offsets, int64_t count, int64_t groups, int scale, int baseline, int ddof, double eps,
+           Address out) {
+            cpu::group_advantages({at<const double>(values), at<const int64_t>(order), at<const int64_t>(offsets), count, groups},
+                                  AdvantageScale(scale), Baseline(baseline), ddof, eps, at<float>(out));
+        },
+        no_gil);
+    m.def(
+        "process_advantages",
+        [](Address values, Address order, Address offsets, int64_t count, int64_t groups, int scale, int baseline, int ddof, double eps,
+           Address step_ends, int64_t batch, int64_t steps, int64_t time, Address out) {
+            cpu::process_advantages({at<const double>(values), at<const int64_t>(order), at<const int64_t>(offsets), count, groups},
+                                    AdvantageScale(scale), Baseline(baseline), ddof, eps, at<const int64_t>(step_ends), batch, steps, time,
+                                    at<float>(out));
+        },
+        no_gil);
+}

@@ -1,0 +1,143 @@
+// The GRPO objective of one token: its loss and the derivative with respect to the token's log-probability, in one visit.
+// One text for the CPU and for CUDA; reference.py is the definition and triton/objective.py the translation. Everything about
+// reinforcement learning is here; everything about the vocabulary is in the row kernels, which meet it through two numbers a row.
+//
+// PPO clip: Schulman et al. 2017 (1707.06347), with the upper cap `delta` of INTELLECT-2 (2505.07291) and the dual clip of
+// Ye et al. 2019 (1912.09729); KL estimator k3: Schulman 2020.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "portable.h"
+
+namespace grpo {
+
+// Plain data, the same type in every build; the functions below are each build's own (portable.h says why).
+struct ObjectiveParams {
+    float ratio_min, ratio_max;  // 1 - epsilon, 1 + epsilon_high
+    float delta;                 // upper cap of the ratio; inf: none
+    float dual_clip;             // bound of the loss at negative advantages, times -advantage; inf: none
+    float beta;                  // weight of the KL penalty
+    float max_log_ratio;         // what is exponentiated is held within this
+};
+
+// The per-token tensors, row by row. A null pointer is an absent input; nothing is ever aliased to a dummy.
+struct TokenInputs {
+    const float* advantages;
+    const float* old_logps;        // null: on-policy, log-ratio exactly 0
+    const float* ref_logps;        // null: no reference, kl 0
+    const float* policy_weights;   // null: 1
+    const float* weights;          // mask and normaliser in one
+    const float* entropy_weights;  // null: 0
+};
+
+struct TokenOutputs {
+    float* loss;
+    float* policy_loss;
+    float* dlogps;  // null in the one pass, where the gradient goes on to the logits at once
+    float* kl;
+    int8_t* clipped;
+};
+
+inline namespace GRPO_ISA {
+
+struct Token {
+    float logp, entropy;
+    float advantage;
+    float log_ratio;  // logp - old_logp; 0 without an old policy
+    float ref_logp;   // read only where has_ref
+    float policy_weight, weight, entropy_weight;
+    bool has_ref;
+};
+
+struct TokenLoss {
+    float loss, policy_loss;  // weighted
+    float dlogp;              // dloss / dlogp; dloss / dentropy is -entropy_weight
+    float kl;                 // before beta
+    int8_t clipped;
+};
+
+// A value and its derivative with respect to the log-probability.
+struct Dual {
+    float value, grad;
+};
+
+// exp overflows at 88: what goes into it is held within +-bound. At the bound the gradient passes, beyond it is 0. NaN stays NaN
+// (fmin and fmax would drop it).
+GRPO_HOST_DEVICE inline Dual hold(Dual x, float bound) {
+    const bool beyond = x.value > bound || x.value < -bound;
+    return {x.value > bound ? bound : x.value < -bound ? -bound : x.value, beyond ? 0.0f : x.grad};
+}
+
+// -min(ratio A, clip(ratio) A). A tie passes the whole gradient: only a strictly smaller clipped branch counts.
+GRPO_HOST_DEVICE inline Dual ppo_clip(Dual ratio, float advantage, const ObjectiveParams& p) {
+    const Dual capped = ratio.value > p.delta ? Dual{p.delta, 0.0f} : ratio;
+    const Dual clipped = ratio.value < p.ratio_min ? Dual{p.ratio_min, 0.0f} : ratio.value > p.ratio_max ? Dual{p.ratio_max, 0.0f} : ratio;
+    const Dual chosen = clipped.value * advantage < capped.value * advantage ? clipped : capped;
+    const Dual loss = {-chosen.value * advantage, -chosen.grad * advantage};
+    const float bound = -p.dual_clip * advantage;
+    return advantage < 0.0f && bound < loss.value ? Dual{bound, 0.0f} : loss;
+}
+
+// -1: below the clip range at a negative advantage, +1: above it at a positive one, which is where the gradient stops.
+GRPO_HOST_DEVICE inline int8_t clip_side(float ratio, float advantage, const ObjectiveParams& p) {
+    return ratio < p.ratio_min && advantage < 0.0f ? -1 : ratio > p.ratio_max && advantage > 0.0f ? 1 : 0;
+}
+
+// k3 = exp(d) - d - 1 >= 0 with d = ref_logp - logp. The plain form cancels near 0 (11 % off at d = 1e-6, negative at times).
+GRPO_HOST_DEVICE inline Dual kl_k3(Dual d) {
+    if (std::fabs(d.value) < 0.5f) {
+        const float x = d.value;
+        const float tail = 1 / 24.f + x * (1 / 120.f + x * (1 / 720.f + x * (1 / 5040.f + x * (1 / 40320.f))));
+        const float k3 = x * x * (0.5f + x * (1 / 6.f + x * tail));
+        return {k3, d.grad * (k3 + x)};
+    }
+    const float e = std::exp(d.value);
+    return {(e - 1.0f) - d.value, d.grad * (e - 1.0f)};
+}
+
+GRPO_HOST_DEVICE inline TokenLoss token_objective(const Token& t, const ObjectiveParams& p) {
+    const Dual log_ratio = hold({t.log_ratio, 1.0f}, p.max_log_ratio);
+    const float rho = std::exp(log_ratio.value);
+    const Dual ratio = {rho, rho * log_ratio.grad};
+    const Dual policy = ppo_clip(ratio, t.advantage, p);
+    const Dual kl = t.has_ref ? kl_k3(hold({t.ref_logp - t.logp, -1.0f}, p.max_log_ratio)) : Dual{0.0f, 0.0f};
+    // Without a penalty the reference is only reported: a NaN of its must not reach the loss.
+    const Dual penalty = p.beta > 0.0f ? Dual{p.beta * kl.value, p.beta * kl.grad} : Dual{0.0f, 0.0f};
+
+    TokenLoss out;
+    out.policy_loss = t.weight * t.policy_weight * policy.value;
+    out.loss = t.weight * (t.policy_weight * policy.value + penalty.value);
+    out.dlogp = t.weight * (t.policy_weight * policy.grad + penalty.grad);
+    if (t.entropy_weight != 0.0f) out.loss -= t.entropy_weight * t.entropy;
+    if (std::isnan(t.logp)) out.dlogp = t.logp;  // a degenerate row has a NaN gradient whatever its weight and advantage
+    out.kl = kl.value;
+    out.clipped = clip_side(ratio.value, t.advantage, p);
+    return out;
+}
+
+GRPO_HOST_DEVICE inline Token load_token(const TokenInputs& in, int64_t row, float logp, float entropy) {
+    Token t;
+    t.logp = logp;
+    t.entropy = entropy;
+    t.advantage = in.advantages[row];
+    t.log_ratio = in.old_logps ? logp - in.old_logps[row] : std::isnan(logp) ? logp : 0.0f;
+    t.has_ref = in.ref_logps != nullptr;
+    t.ref_logp = in.ref_logps ? in.ref_logps[row] : 0.0f;
+    t.policy_weight = in.policy_weights ? in.policy_weights[row] : 1.0f;
+    t.weight = in.weights[row];
+    t.entropy_weight = in.entropy_weights ? in.entropy_weights[row] : 0.0f;
+    return t;
+}
+
+GRPO_HOST_DEVICE inline void store_token(const TokenOutputs& out, int64_t row, const TokenLoss& t) {
+    out.loss[row] = t.loss;
+    out.policy_loss[row] = t.policy_loss;
+    if (out.dlogps) out.dlogps[row] = t.dlogp;
+    out.kl[row] = t.kl;
+    out.clipped[row] = t.clipped;
+}
+
+}  // namespace GRPO_ISA
+}  // namespace grpo
