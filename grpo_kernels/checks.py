@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Union
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ __all__ = [
     "temperatures",
 ]
 
-Count = Union[float, Tensor, None]  # a number of tokens or sequences; a 0-d tensor is never synchronised
+Count = float | Tensor | None  # a number of tokens or sequences; a 0-d tensor is never synchronised
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _IDS = (torch.int64, torch.int32)

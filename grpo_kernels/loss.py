@@ -102,11 +102,11 @@ def fused_grpo_loss(
         params, shape, logits, active, advantages, old_logps, ref_logps, importance_weights, policy_weights, token_weights
     )
     inplace = check_inplace("inplace", logits, inplace)
-    if one_pass and logits.requires_grad and torch.is_grad_enabled():
-        # autograd lets a function that writes over a view return nothing else, and torch.compile cannot tell an unused output's gradient
-        # from zeros: there the gradient takes the logits' place in the backward.
-        if not (inplace and (torch.compiler.is_compiling() or logits._is_view())):
-            return GRPOLossOutput(*_OnePass.apply(logits, ids, active, taus, params.for_kernels(), inplace, backend or "", *inputs)[:6])
+    # autograd lets a function that writes over a view return nothing else, and torch.compile cannot tell an unused output's gradient from
+    # zeros: there the gradient takes the logits' place in the backward, after two sweeps.
+    in_backward = inplace and (torch.compiler.is_compiling() or logits._is_view())
+    if one_pass and not in_backward and logits.requires_grad and torch.is_grad_enabled():
+        return GRPOLossOutput(*_OnePass.apply(logits, ids, active, taus, params.for_kernels(), inplace, backend or "", *inputs)[:6])
     logps, entropy = score(logits, ids, active, taus, inplace, backend or "")
     return _output(logps, entropy, active, params, inputs, backend or "")
 
@@ -264,7 +264,8 @@ class _OnePass(torch.autograd.Function):
         dlogits, ctx.dlogits = ctx.dlogits, None
         if dlogits is None:
             raise RuntimeError(
-                "fused_grpo_loss(one_pass=True) hands its gradient over in the first backward; for a second one (retain_graph) drop one_pass"
+                "fused_grpo_loss(one_pass=True) hands its gradient over in the first backward; for a second one (retain_graph, activation "
+                "checkpointing) drop one_pass"
             )
         if upstream is None:
             return (None,) * 13

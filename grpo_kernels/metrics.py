@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["grpo_metrics"]
 
 
-def grpo_metrics(
-    output: GRPOLossOutput, completion_mask: Tensor | None, *, group: Optional[dist.ProcessGroup] = None
-) -> dict[str, Tensor]:
+def grpo_metrics(output: GRPOLossOutput, completion_mask: Tensor | None, *, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
     """Token means over the mask of a loss's output, each a 0-d float32 tensor on the device; 0 where there is no token.
 
     Args:

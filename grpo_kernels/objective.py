@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Optional, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -54,19 +54,19 @@ class LossOptions(TypedDict, total=False):
     loss_type: str
     importance_sampling_level: str
     epsilon: float
-    epsilon_high: Optional[float]
-    delta: Optional[float]
-    dual_clip: Optional[float]
+    epsilon_high: float | None
+    delta: float | None
+    dual_clip: float | None
     beta: float
     kl_estimator: str
     kl_bias_correction: bool
-    max_log_ratio: Optional[float]
+    max_log_ratio: float | None
     entropy_coef: float
     entropy_aggregation: str
     num_items_in_batch: Count
     num_sequences: Count
     num_processes: int
-    max_completion_length: Optional[float]
+    max_completion_length: float | None
     loss_scale: float
 
 
@@ -129,7 +129,9 @@ class ObjectiveParams:
             )
         count = GLOBAL_COUNT[self.loss_type]
         if self.num_processes > 1 and count is not None and getattr(self, count) is None:
-            raise ValueError(f"{count}: loss_type {self.loss_type!r} with num_processes {self.num_processes} needs the global count, got None")
+            raise ValueError(
+                f"{count}: loss_type {self.loss_type!r} with num_processes {self.num_processes} needs the global count, got None"
+            )
 
     def for_kernels(self) -> list[float]:
         """epsilon, epsilon_high, delta, dual_clip (infinite: none), beta, max_log_ratio: run-time values, no recompile for a new one."""

@@ -44,7 +44,7 @@ def token_weights(
         return mask * (loss_scale * num_processes / total)
     sequences = max(shape[0], 1) if num_sequences is None else _at_least_some(num_sequences, dtype)
     scale = loss_scale * num_processes / sequences
-    if loss_type == "dr_grpo":
+    if max_completion_length is not None and loss_type == "dr_grpo":
         return mask * (scale / max_completion_length)
     return mask * scale / lengths.clamp(min=1)
 
