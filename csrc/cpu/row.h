@@ -17,13 +17,14 @@ namespace grpo {
 inline namespace GRPO_ISA {
 
 constexpr int kPack = 64 * kLanes;
+constexpr int kGroup = 8 * kLanes;
 constexpr int kPair = 2 * kLanes;
 
 constexpr double kLog2e = 1.4426950408889634, kLn2 = 0.6931471805599453;
 
 inline int64_t packs(int64_t vocab) { return (vocab + kPack - 1) / kPack; }
 
-// Calls visit(index, in, out, columns) for each pack. The last one is padded to whole pairs in a buffer; of what visit writes there
+// Calls visit(index, in, out, columns) for each pack. The last one is padded to whole groups in a buffer; of what visit writes there
 // only the row's own columns are copied out. `out` may be `in`, or null.
 template <class Storage, class Visit>
 inline void for_each_pack(const typename Storage::Element* in, typename Storage::Element* out, int64_t vocab, Visit visit) {
@@ -32,7 +33,7 @@ inline void for_each_pack(const typename Storage::Element* in, typename Storage:
     const int rest = int(vocab - whole * kPack);
     if (rest == 0) return;
     typename Storage::Element buffer[kPack];
-    const int columns = (rest + kPair - 1) / kPair * kPair;
+    const int columns = (rest + kGroup - 1) / kGroup * kGroup;
     std::memcpy(buffer, in + whole * kPack, rest * sizeof *in);
     for (int i = rest; i < columns; i++) buffer[i] = Storage::kMinusInf;
     visit(whole, buffer, buffer, columns);
@@ -75,18 +76,19 @@ inline RowStats row_stats(const typename Storage::Element* logits, int64_t vocab
         softmax.raise(maximum(max_a, max_b), scale);
         if constexpr (Keep::kExponentials) store(keep.maxima + pack * kLanes, softmax.max);
 
-        Vec sum_a{}, sum_b{}, weighted_a{}, weighted_b{};
-        for (int i = 0; i < columns; i += kPair) {
-            Storage::load2(in + i, a, b);
-            const Vec t_a = exponent(a, softmax.max, scale), t_b = exponent(b, softmax.max, scale);
-            const Vec e_a = fast_exp2(t_a), e_b = fast_exp2(t_b);
-            sum_a += e_a;
-            sum_b += e_b;
-            weighted_a += t_a * e_a;
-            weighted_b += t_b * e_b;
-            if constexpr (Keep::kExponentials) Storage::store2(kept + i, e_a, e_b);
+        for (int i = 0; i < columns; i += kGroup) {
+            Vec e[8], weighted{};
+            for (int k = 0; k < 8; k += 2) {
+                Storage::load2(in + i + k * kLanes, a, b);
+                const Vec t_a = exponent(a, softmax.max, scale), t_b = exponent(b, softmax.max, scale);
+                e[k] = fast_exp2(t_a);
+                e[k + 1] = fast_exp2(t_b);
+                weighted += t_a * e[k];
+                weighted += t_b * e[k + 1];
+                if constexpr (Keep::kExponentials) Storage::store2(kept + i + k * kLanes, e[k], e[k + 1]);
+            }
+            softmax.add(((e[0] + e[1]) + (e[2] + e[3])) + ((e[4] + e[5]) + (e[6] + e[7])), weighted);
         }
-        softmax.add(sum_a + sum_b, weighted_a + weighted_b);
     });
 
     const float max = highest(softmax.max);
