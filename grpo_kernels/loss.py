@@ -11,18 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo_kernels import ops
 from grpo_kernels.checks import check_logits, mask_rows, per_token, plain_tensor, stats_dtype, temperatures
-from grpo_kernels.logprobs import as_rows, check_inplace, rows, score, zero_spare
-from grpo_kernels.objective import (
-    GRPOLossOutput,
-    LossOptions,
-    ObjectiveParams,
-    TokenInputs,
-    empty_outputs,
-    token_objective,
-    total,
-)
+from grpo_kernels.logprobs import score
+from grpo_kernels.objective import GRPOLossOutput, LossOptions, ObjectiveParams, TokenInputs, token_objective
+from grpo_kernels.one_pass import one_pass_loss
+from grpo_kernels.rows import check_inplace
 from grpo_kernels.weights import token_weights as aggregation_weights
 
 if TYPE_CHECKING:
@@ -106,7 +99,7 @@ def fused_grpo_loss(
     # zeros: there the gradient takes the logits' place in the backward, after two sweeps.
     in_backward = inplace and (torch.compiler.is_compiling() or logits._is_view())
     if one_pass and not in_backward and logits.requires_grad and torch.is_grad_enabled():
-        return GRPOLossOutput(*_OnePass.apply(logits, ids, active, taus, params.for_kernels(), inplace, backend or "", *inputs)[:6])
+        return one_pass_loss(logits, ids, active, taus, params, inputs, inplace, backend or "")
     logps, entropy = score(logits, ids, active, taus, inplace, backend or "")
     return _output(logps, entropy, active, params, inputs, backend or "")
 
@@ -230,44 +223,3 @@ def _output(
     if active is not None:
         values = [torch.where(active.bool(), x, 0) for x in values]
     return GRPOLossOutput(loss, policy_loss, values[0], values[1], kl, clipped)
-
-
-class _OnePass(torch.autograd.Function):
-    """Loss and dlogits in the forward; the backward hands the gradient over, times the upstream gradient where that is not 1."""
-
-    @staticmethod
-    def forward(ctx, logits, token_ids, active, temperature, params, inplace, backend, *inputs):  # type: ignore[no-untyped-def]
-        logps, entropy = torch.empty_like(temperature), torch.empty_like(temperature)
-        loss, policy_loss, kl, clipped = empty_outputs(logps)
-        arguments = (*as_rows(logits, token_ids, active, temperature), *inputs, params, logps, entropy, loss, policy_loss, kl, clipped)
-        if inplace:
-            dlogits = logits
-            ops.loss_and_grad_(backend, *arguments)
-            ctx.mark_dirty(logits)
-        else:
-            dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-            ops.loss_and_grad(backend, *arguments, rows(dlogits, token_ids))
-        zero_spare(dlogits, token_ids)
-        ctx.dlogits, ctx.backend = dlogits.detach(), backend
-        ctx.set_materialize_grads(False)
-        results = total(loss), total(policy_loss), logps, entropy, kl, clipped
-        ctx.mark_non_differentiable(*results[1:])
-        return (*results, logits) if inplace else results
-
-    @staticmethod
-    def backward(ctx, upstream, *others):  # type: ignore[no-untyped-def]
-        if others[5:] and others[5] is not None:
-            raise RuntimeError(
-                "the logits were read after fused_grpo_loss(one_pass=True, inplace=True) had turned them into their gradient; read them "
-                "before, or drop inplace"
-            )
-        dlogits, ctx.dlogits = ctx.dlogits, None
-        if dlogits is None:
-            raise RuntimeError(
-                "fused_grpo_loss(one_pass=True) hands its gradient over in the first backward; for a second one (retain_graph, activation "
-                "checkpointing) drop one_pass"
-            )
-        if upstream is None:
-            return (None,) * 13
-        ops.scale_(ctx.backend, dlogits, upstream)
-        return ops.once(dlogits), *(None,) * 12

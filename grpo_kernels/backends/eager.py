@@ -3,7 +3,7 @@
 A row's bits must not depend on its neighbours, so no lone row is reduced to a scalar by one torch.sum, which would split it over the
 threads: sums go through blocks.
 """
-# mypy: allow-untyped-defs
+# mypy: disable-error-code="no-untyped-def"
 # (the arguments are typed at `Backend`)
 
 from __future__ import annotations
