@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import ops
-from grpo_kernels.checks import check_number, plain_tensor
+from grpo_kernels.checks import check_backend, check_number, plain_tensor
 
 __all__ = ["group_advantages", "process_advantages"]
 
@@ -51,7 +51,7 @@ def group_advantages(
     order, offsets = _groups(len(rewards), num_generations, group_ids, rewards.device)
     out = torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device)
     arguments = scale_rewards, baseline, _ddof(ddof), check_number("eps", eps, least=0), None
-    ops.group_advantages(backend or "", rewards.detach().double().contiguous(), order, offsets, *arguments, out)
+    ops.group_advantages(check_backend(backend), rewards.detach().double().contiguous(), order, offsets, *arguments, out)
     return out
 
 
@@ -115,7 +115,7 @@ def process_advantages(
     values = torch.where(real, step_rewards.detach().double(), torch.nan).flatten()
     ends = torch.where(real, step_ends, -1).long().contiguous()
     arguments = "group", "mean", _ddof(ddof), check_number("eps", eps, least=0), ends
-    ops.group_advantages(backend or "", values, order, offsets * steps, *arguments, out)
+    ops.group_advantages(check_backend(backend), values, order, offsets * steps, *arguments, out)
     return out
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 __all__ = [
     "Count",
+    "check_backend",
     "check_count",
     "check_logits",
     "check_number",
@@ -97,7 +98,9 @@ def per_token(
         raise ValueError(f"{name}: expected shape {' or '.join(map(str, allowed))}, got {tuple(x.shape)}")
     if x.dim() < len(shape):
         x = x[:, None]
-    return x.detach().to(dtype).expand(shape).contiguous()
+    x = x.detach().to(dtype).expand(shape).contiguous()
+    # ids and masks of a rollout under inference_mode: autograd does not save such tensors for the backward
+    return x.clone() if not torch.compiler.is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled() else x
 
 
 def mask_rows(name: str, mask: Any, shape: torch.Size, like: Tensor) -> Tensor | None:
@@ -122,7 +125,8 @@ def check_number(name: str, value: Any, *, above: float | None = None, least: fl
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     wanted = "a finite number" + (f" > {above}" if above is not None else f" >= {least}" if least is not None else "")
-    if not math.isfinite(value) or (above is not None and value <= above) or (least is not None and value < least):
+    # comparisons, not math.isfinite: torch.compile may have made the number a run-time one
+    if not (-math.inf < value < math.inf) or (above is not None and value <= above) or (least is not None and value < least):
         raise ValueError(f"{name}: expected {wanted}, got {value}")
     return float(value)
 
@@ -139,13 +143,22 @@ def check_count(name: str, count: Count) -> Count:
     return check_number(name, count)
 
 
-def known_options(options: Mapping[str, Any], names: Iterable[str]) -> None:
-    """TypeError for an option that does not exist, with the nearest one that does."""
-    names = list(names)
+def known_options(options: Mapping[str, Any], names: Sequence[str], arguments: Sequence[str], later: Sequence[str]) -> None:
+    """TypeError for an option that does not exist, with the nearest option or other argument; ValueError for one of a later version."""
     for name in options:
+        if name in later:
+            raise ValueError(f"{name}: this version does not compute it yet")
         if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            raise TypeError(f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(names)}"))
+            known = [argument for argument in (*arguments, *names) if argument != "options"]
+            near = difflib.get_close_matches(name, known, 1)
+            raise TypeError(f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"))
+
+
+def check_backend(backend: Any) -> str:
+    """A backend's name, "" for the best one. Whether it exists and serves the device is for `backends.get` to say."""
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend: expected a name of available_backends() or None, got {type(backend).__name__}")
+    return backend or ""
 
 
 def _same_device(name: str, x: Tensor, logits: Tensor) -> None:

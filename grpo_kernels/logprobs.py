@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import ops
-from grpo_kernels.checks import check_logits, mask_rows, per_token, stats_dtype, temperatures
+from grpo_kernels.checks import check_backend, check_logits, mask_rows, per_token, stats_dtype, temperatures
 from grpo_kernels.rows import as_rows, check_inplace, rows, zero_spare
 
 __all__ = ["LogprobsOutput", "score", "token_logprobs", "token_logprobs_and_entropy"]
@@ -81,7 +81,7 @@ def token_logprobs_and_entropy(
     active = mask_rows("mask", mask, shape, logits)
     taus = temperatures(temperature, shape, logits, dtype)
     ids = per_token("token_ids", token_ids, shape, logits, torch.int64)
-    return score(logits, ids, active, taus, inplace_backward, backend or "")
+    return score(logits, ids, active, taus, inplace_backward, check_backend(backend))
 
 
 def score(
@@ -106,8 +106,8 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx, dlogps, dentropy):  # type: ignore[no-untyped-def]
         if dlogps is None and dentropy is None:
             return (None,) * 6
-        logits, token_ids, *stats = ctx.saved_tensors
-        logits = logits.detach()
+        saved, token_ids, *stats = ctx.saved_tensors
+        logits = saved.detach()
         dlogps = torch.zeros_like(stats[1]) if dlogps is None else dlogps.contiguous()
         inputs = as_rows(logits, token_ids, *stats, dlogps, None if dentropy is None else dentropy.contiguous())
         if ctx.inplace:
@@ -117,4 +117,4 @@ class _TokenLogprobs(torch.autograd.Function):
             dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
             ops.logprobs_backward(ctx.backend, *inputs, rows(dlogits, token_ids))
         zero_spare(dlogits, token_ids)
-        return ops.once(dlogits), None, None, None, None, None
+        return ops.once(dlogits, saved, dlogps, dentropy), None, None, None, None, None

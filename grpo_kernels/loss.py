@@ -6,12 +6,13 @@ is by default two sweeps over the logits (forward: 1 read; backward: 1 read, 1 w
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.checks import check_logits, mask_rows, per_token, plain_tensor, stats_dtype, temperatures
+from grpo_kernels.checks import check_backend, check_logits, mask_rows, per_token, plain_tensor, stats_dtype, temperatures
 from grpo_kernels.logprobs import score
 from grpo_kernels.objective import GRPOLossOutput, LossOptions, ObjectiveParams, TokenInputs, token_objective
 from grpo_kernels.one_pass import one_pass_loss
@@ -83,7 +84,7 @@ def fused_grpo_loss(
     >>> out.logps[0, 0], logits.grad[0, 0, 1]
     (tensor(-1.6094), tensor(-0.1333))
     """
-    params = ObjectiveParams.from_options(options)
+    params = ObjectiveParams.from_options(options, _FUSED_ARGUMENTS)
     check_logits(logits, completion_ids, "completion_ids")
     if logits.dim() != 3:
         raise ValueError(f"logits: expected (B, T, V) or (B, T + 1, V), got {tuple(logits.shape)}")
@@ -99,9 +100,9 @@ def fused_grpo_loss(
     # zeros: there the gradient takes the logits' place in the backward, after two sweeps.
     in_backward = inplace and (torch.compiler.is_compiling() or logits._is_view())
     if one_pass and not in_backward and logits.requires_grad and torch.is_grad_enabled():
-        return one_pass_loss(logits, ids, active, taus, params, inputs, inplace, backend or "")
-    logps, entropy = score(logits, ids, active, taus, inplace, backend or "")
-    return _output(logps, entropy, active, params, inputs, backend or "")
+        return one_pass_loss(logits, ids, active, taus, params, inputs, inplace, check_backend(backend))
+    logps, entropy = score(logits, ids, active, taus, inplace, check_backend(backend))
+    return _output(logps, entropy, active, params, inputs, check_backend(backend))
 
 
 def grpo_loss(
@@ -133,7 +134,7 @@ def grpo_loss(
     >>> grpo_loss(logps, torch.ones(1), old_logps=torch.zeros(1, 3)).loss
     tensor(-1.0667)
     """
-    params = ObjectiveParams.from_options(options)
+    params = ObjectiveParams.from_options(options, _ARGUMENTS)
     logps = _differentiable("logps", logps)
     if logps.dim() != 2:
         raise ValueError(f"logps: expected (B, T), got shape {tuple(logps.shape)}")
@@ -150,7 +151,12 @@ def grpo_loss(
     inputs = _token_inputs(
         params, logps.shape, logps, active, advantages, old_logps, ref_logps, importance_weights, policy_weights, token_weights
     )
-    return _output(logps, entropy, active, params, inputs, backend or "")
+    return _output(logps, entropy, active, params, inputs, check_backend(backend))
+
+
+# an unknown option may be a misspelt argument
+_FUSED_ARGUMENTS = tuple(inspect.signature(fused_grpo_loss).parameters)
+_ARGUMENTS = tuple(inspect.signature(grpo_loss).parameters)
 
 
 def _differentiable(name: str, x: Any) -> Tensor:
@@ -220,6 +226,5 @@ def _output(
         logps.contiguous(), None if bonus is None else bonus.contiguous(), active, params, inputs, backend
     )
     values = [torch.zeros_like(logps) if x is None else x.detach() for x in (logps, entropy)]
-    if active is not None:
-        values = [torch.where(active.bool(), x, 0) for x in values]
+    values = [x.clone() if active is None else torch.where(active.bool(), x, 0) for x in values]  # never the caller's own memory
     return GRPOLossOutput(loss, policy_loss, values[0], values[1], kl, clipped)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypedDict
 
@@ -24,6 +24,12 @@ CHOICES = {
     "kl_estimator": (("k3",), ("k1", "k2", "abs")),
     "entropy_aggregation": (("loss", "token_mean"), ()),
 }
+
+LATER_OPTIONS = (
+    "cu_seqlens",
+    *("sapo_temperature_pos", "sapo_temperature_neg"),
+    *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+)
 
 # loss_type -> the global count in its normaliser, which num_processes multiplies (None: always local)
 GLOBAL_COUNT = {"grpo": "num_sequences", "bnpo": None, "dr_grpo": "num_sequences", "dapo": "num_items_in_batch"}
@@ -93,9 +99,10 @@ class ObjectiveParams:
     loss_scale: float = 1.0
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> ObjectiveParams:
-        """Raises TypeError for an unknown option, naming the nearest, and for a wrong type; ValueError for a value out of range."""
-        known_options(options, OPTION_NAMES)
+    def from_options(cls, options: Mapping[str, Any], arguments: Sequence[str] = ()) -> ObjectiveParams:
+        """Raises TypeError for an unknown option, naming the nearest of all `arguments`, and for a wrong type; ValueError for a value out
+        of range, and for what a later version brings."""
+        known_options(options, OPTION_NAMES, arguments, LATER_OPTIONS)
         return cls(**options)
 
     def __post_init__(self) -> None:
@@ -188,7 +195,7 @@ class _TokenObjective(torch.autograd.Function):
         dlogps = torch.empty_like(logps)
         ops.objective(backend, logps, entropy, *inputs, active, params, loss, policy_loss, dlogps, kl, clipped)
         entropy_weights = TokenInputs(*inputs).entropy_weights
-        ctx.save_for_backward(dlogps, entropy_weights)
+        ctx.save_for_backward(dlogps, entropy_weights, logps)
         results = total(loss), total(policy_loss), kl, clipped
         ctx.mark_non_differentiable(*results[1:])
         ctx.set_materialize_grads(False)
@@ -196,11 +203,11 @@ class _TokenObjective(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream, *_):  # type: ignore[no-untyped-def]
-        dlogps, entropy_weights = ctx.saved_tensors
+        dlogps, entropy_weights, logps = ctx.saved_tensors
         if upstream is None:
             return (None,) * (5 + len(TokenInputs._fields))
         dentropy = None if entropy_weights is None else ops.once(-entropy_weights * upstream)
-        return ops.once(dlogps * upstream), dentropy, *(None,) * (3 + len(TokenInputs._fields))
+        return ops.once(dlogps * upstream, logps), dentropy, *(None,) * (3 + len(TokenInputs._fields))
 
 
 def token_objective(

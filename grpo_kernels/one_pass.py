@@ -26,13 +26,15 @@ def one_pass_loss(
     backend: str,
 ) -> GRPOLossOutput:
     """The loss with dlogits already made, in a fresh tensor or (`inplace`) in the logits' own storage. One backward only."""
-    outputs = _OnePass.apply(logits, token_ids, active, temperature, params.for_kernels(), inplace, backend, *inputs)
+    # The way back to the logits for `ops.once`, through a copy of no rows: saved logits would be held in memory until the backward.
+    origin = () if torch.compiler.is_compiling() else (logits[:0].clone(),)
+    outputs = _OnePass.apply(logits, token_ids, active, temperature, params.for_kernels(), inplace, origin, backend, *inputs)
     return GRPOLossOutput(*outputs[: len(GRPOLossOutput._fields)])
 
 
 class _OnePass(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, token_ids, active, temperature, params, inplace, backend, *inputs):  # type: ignore[no-untyped-def]
+    def forward(ctx, logits, token_ids, active, temperature, params, inplace, origin, backend, *inputs):  # type: ignore[no-untyped-def]
         logps, entropy = torch.empty_like(temperature), torch.empty_like(temperature)
         loss, policy_loss, kl, clipped = empty_outputs(logps)
         arguments = (*as_rows(logits, token_ids, active, temperature), *inputs, params, logps, entropy, loss, policy_loss, kl, clipped)
@@ -44,7 +46,7 @@ class _OnePass(torch.autograd.Function):
             dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
             ops.loss_and_grad(backend, *arguments, rows(dlogits, token_ids))
         zero_spare(dlogits, token_ids)
-        ctx.dlogits, ctx.backend = dlogits.detach(), backend
+        ctx.dlogits, ctx.origin, ctx.backend = dlogits.detach(), origin, backend
         ctx.set_materialize_grads(False)
         results = total(loss), total(policy_loss), logps, entropy, kl, clipped
         ctx.mark_non_differentiable(*results[1:])
@@ -64,6 +66,6 @@ class _OnePass(torch.autograd.Function):
                 "checkpointing) drop one_pass"
             )
         if upstream is None:
-            return (None,) * 13
+            return (None,) * 14
         ops.scale_(ctx.backend, dlogits, upstream)
-        return ops.once(dlogits), *(None,) * 12
+        return ops.once(dlogits, *ctx.origin, upstream), *(None,) * 13

@@ -102,7 +102,7 @@ group_advantages = _operator(
 
 class _Once(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gradient, marker):  # type: ignore[no-untyped-def]
+    def forward(ctx, gradient, *origins):  # type: ignore[no-untyped-def]
         return gradient.view_as(gradient)
 
     @staticmethod
@@ -110,8 +110,11 @@ class _Once(torch.autograd.Function):
         raise RuntimeError("grpo_kernels has no second derivative: a gradient of its losses cannot be differentiated again")
 
 
-def once(gradient: Tensor) -> Tensor:
-    """The gradient, marked under create_graph=True so that differentiating it again raises instead of being silently incomplete."""
+def once(gradient: Tensor, *origins: Tensor | None) -> Tensor:
+    """The gradient, marked under create_graph=True so that differentiating it again raises instead of being silently incomplete.
+
+    `origins` is what the gradient depends on: torch.autograd.grad visits only what leads to its inputs, and has to come by here.
+    """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        gradient = _Once.apply(gradient, torch.zeros((), requires_grad=True))
+        gradient = _Once.apply(gradient, *origins)
     return gradient

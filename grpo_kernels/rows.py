@@ -28,14 +28,17 @@ def check_inplace(name: str, logits: Tensor, inplace: bool) -> bool:
     """Whether the gradient is to be written over the logits; errors where that could not be right. Without grad nothing is written."""
     if not (inplace and logits.requires_grad and torch.is_grad_enabled()):
         return False
-    if logits.is_leaf:
-        raise RuntimeError(f"{name}: the logits are a leaf that requires grad, whose values would be lost; pass {name}=False")
-    extent = 0
-    for stride, size in sorted((stride, size) for stride, size in zip(logits.stride(), logits.shape) if size > 1):
-        if stride <= extent:
+    whole = logits if logits._base is None else logits._base
+    if whole.is_leaf and whole.requires_grad:
+        view = "" if whole is logits else "a view of "
+        raise RuntimeError(f"{name}: the logits are {view}a leaf that requires grad, whose values would be lost; pass {name}=False")
+    dims = list(zip(logits.stride(), logits.shape))
+    for i, (stride, size) in enumerate(dims):
+        # what the dimensions inside this one reach; a sum, since torch.compile cannot sort lengths that it does not know
+        extent = sum((n - 1) * inner for j, (inner, n) in enumerate(dims) if j != i and inner <= stride)
+        if size > 1 and stride <= extent:
             raise ValueError(
                 f"{name}: the logits overlap themselves in memory (shape {tuple(logits.shape)}, strides {logits.stride()}); pass "
                 f"{name}=False or logits.contiguous()"
             )
-        extent += stride * (size - 1)
     return True

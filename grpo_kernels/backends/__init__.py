@@ -155,7 +155,8 @@ def get(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
     """
     chosen = name or os.environ.get("GRPO_KERNELS_BACKEND", "") or _best(device, dtype)
     if chosen not in _LOADERS:
-        raise ValueError(f"backend: expected one of {', '.join(_LOADERS)}, got {chosen!r}")
+        argument = "backend" if name else "GRPO_KERNELS_BACKEND"
+        raise ValueError(f"{argument}: expected one of {', '.join(_LOADERS)}, got {chosen!r}")
     if chosen != "torch" and dtype == torch.float64:
         raise TypeError(f"backend {chosen!r} takes float32, bfloat16 or float16; float64 is served by backend 'torch' alone")
     if chosen == "cpu" and device.type != "cpu":

@@ -40,7 +40,9 @@ class Eager:
     ) -> None:  # fmt: skip
         epsilon, epsilon_high, delta, dual_clip, beta, max_log_ratio = params
         # The clones are ordinary tensors also where the caller's are inference tensors, which autograd does not take.
-        with torch.inference_mode(False), torch.enable_grad():
+        # Hooks of the caller (activation checkpointing) must not see this graph: they would run the whole forward again for it.
+        own = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved)
+        with torch.inference_mode(False), torch.enable_grad(), own:
             leaf = logps.clone().requires_grad_()
             constants = (advantages, old_logps, ref_logps, policy_weights, weights)
             advantages, old_logps, ref_logps, policy_weights, weights = (None if x is None else x.clone() for x in constants)
