@@ -117,7 +117,8 @@ def temperatures(temperature: Any, shape: torch.Size, like: Tensor, dtype: torch
         return per_token("temperature", temperature, shape, like, dtype, per_sequence=True)
     if isinstance(temperature, Tensor):
         return per_token("temperature", temperature.expand(shape), shape, like, dtype)
-    return torch.full(shape, check_number("temperature", temperature, above=0), dtype=dtype, device=like.device)
+    # a sum, since torch.compile takes the value of a torch.full for a constant
+    return torch.zeros(shape, dtype=dtype, device=like.device) + check_number("temperature", temperature, above=0)
 
 
 def check_number(name: str, value: Any, *, above: float | None = None, least: float | None = None) -> float:

@@ -140,17 +140,19 @@ class ObjectiveParams:
                 f"{count}: loss_type {self.loss_type!r} with num_processes {self.num_processes} needs the global count, got None"
             )
 
-    def for_kernels(self) -> list[float]:
-        """epsilon, epsilon_high, delta, dual_clip (infinite: none), beta, max_log_ratio: run-time values, no recompile for a new one."""
+    def for_kernels(self) -> Tensor:
+        """epsilon, epsilon_high, delta, dual_clip (infinite: none), beta, max_log_ratio as float64 on the CPU, read at run time."""
         infinite = float("inf")
-        return [
+        values = (
             float(self.epsilon),
             float(self.epsilon if self.epsilon_high is None else self.epsilon_high),
             infinite if self.delta is None else float(self.delta),
             infinite if self.dual_clip is None else float(self.dual_clip),
             float(self.beta),
-            min(MAX_LOG_RATIO, self.max_log_ratio or MAX_LOG_RATIO),
-        ]
+            MAX_LOG_RATIO if self.max_log_ratio is None else min(MAX_LOG_RATIO, self.max_log_ratio),
+        )
+        # Arithmetic with a tensor is what torch.compile keeps as a run-time value: a list, torch.tensor and torch.full are constants.
+        return torch.stack([torch.zeros((), dtype=torch.float64) + value for value in values])
 
 
 OPTION_NAMES = tuple(field.name for field in fields(ObjectiveParams))

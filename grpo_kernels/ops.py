@@ -42,12 +42,15 @@ def _operator(name: str, arguments: str, check: Callable[..., None] | None = Non
     The device and dtype of argument `like` pick the backend; `check` sees the first four arguments.
     """
     inplace = arguments.startswith("Tensor(z!) logits")
+    names = [argument.split()[-1] for argument in arguments.split(", ")]
 
-    def implementation(backend: str, *tensors: Any) -> None:
-        entry_point = getattr(backends.get(backend, tensors[like].device, tensors[like].dtype), name.rstrip("_"))
+    def implementation(backend: str, *values: Any) -> None:
+        entry_point = getattr(backends.get(backend, values[like].device, values[like].dtype), name.rstrip("_"))
         if check is not None:
-            check(*tensors[:4])
-        entry_point(*tensors, *(tensors[:1] if inplace else ()))
+            check(*values[:4])
+        # Hyper-parameters come as a tensor on the CPU: torch.compile would make each new value of a float its own graph.
+        values = tuple(value.tolist() if name == "params" else value for name, value in zip(names, values))
+        entry_point(*values, *(values[:1] if inplace else ()))
 
     mutates = [argument.split()[-1] for argument in arguments.split(", ") if "!" in argument]
     op = torch.library.custom_op(f"grpo_kernels::{name}", implementation, mutates_args=mutates, schema=f"(str backend, {arguments}) -> ()")
@@ -78,18 +81,18 @@ logprobs_forward = _operator(
 )
 objective = _operator(
     "objective",
-    f"Tensor logps, Tensor? entropy, {_TOKENS}, Tensor? active, float[] params, {_LOSS}, Tensor(c!) dlogps, {_METRICS}",
+    f"Tensor logps, Tensor? entropy, {_TOKENS}, Tensor? active, Tensor params, {_LOSS}, Tensor(c!) dlogps, {_METRICS}",
 )
 logprobs_backward = _operator("logprobs_backward", f"Tensor logits, {_ROWS}, {_STATS}, Tensor(a!) dlogits")
 logprobs_backward_ = _operator("logprobs_backward_", f"Tensor(z!) logits, {_ROWS}, {_STATS}")
 loss_and_grad = _operator(
     "loss_and_grad",
-    f"Tensor logits, {_ROWS}, {_TOKENS}, float[] params, Tensor(f!) logps, Tensor(g!) entropy, {_LOSS}, {_METRICS}, Tensor(h!) dlogits",
+    f"Tensor logits, {_ROWS}, {_TOKENS}, Tensor params, Tensor(f!) logps, Tensor(g!) entropy, {_LOSS}, {_METRICS}, Tensor(h!) dlogits",
     check=_check_values,
 )
 loss_and_grad_ = _operator(
     "loss_and_grad_",
-    f"Tensor(z!) logits, {_ROWS}, {_TOKENS}, float[] params, Tensor(f!) logps, Tensor(g!) entropy, {_LOSS}, {_METRICS}",
+    f"Tensor(z!) logits, {_ROWS}, {_TOKENS}, Tensor params, Tensor(f!) logps, Tensor(g!) entropy, {_LOSS}, {_METRICS}",
     check=_check_values,
 )
 scale_ = _operator("scale_", "Tensor(a!) dlogits, Tensor factor")

@@ -59,7 +59,7 @@ class Backend(Protocol):
         """Each token's share of the loss (weights applied) and its derivative with respect to `logps`, in one visit.
 
         loss = weights (policy_weights policy + beta kl) - entropy_weights entropy; policy_loss = weights policy_weights policy.
-        `params` is `ObjectiveParams.for_kernels()`; `entropy` is None exactly where `entropy_weights` is.
+        `params` is `ObjectiveParams.for_kernels()` as a list; `entropy` is None exactly where `entropy_weights` is.
         """
 
     def logprobs_backward(
