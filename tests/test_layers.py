@@ -85,6 +85,12 @@ def test_arrows_of_the_package_point_down() -> None:
     assert arrows == []
 
 
+def test_the_map_for_people_has_every_module() -> None:
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "grpo_kernels").rglob("*.py")}
+    assert {name for name in modules if f"| `{name}` |" not in contributing} == set()
+
+
 def test_the_map_has_no_cycle() -> None:
     done: set[str] = set()
     while len(done) < len(ARROWS):
