@@ -1,0 +1,72 @@
+"""The command line: `grpo-train` or `python -m grpo_trainer`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from grpo_trainer.config import Config, parser
+
+INTERRUPTED = 130  # what a shell reports for Ctrl-C
+
+
+def main(arguments: list[str] | None = None) -> None:
+    command = parser()
+    given = vars(command.parse_args(arguments))
+    resumed = given.pop("resume", None)
+    if resumed is not None:
+        if not (Path(resumed) / "config.json").is_file():
+            command.error(f"argument --resume: {resumed} holds no run (no config.json there)")
+        given = Config.load(Path(resumed)) | given | {"output_dir": resumed}
+    config = Config(**given)
+    if not given:
+        command.error("nothing to do: give --model and --task, or --demo, or --resume OUTPUT_DIR (--help lists all flags)")
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prompts are short; its threads would only warn about forks
+    signal.signal(signal.SIGTERM, _interrupt)  # what batch systems send before they kill
+    try:
+        # Imported here: transformers takes seconds, and --help and a wrong flag should not wait for it.
+        if config.demo:
+            from grpo_trainer.demo import run
+
+            run(config, resume=resumed is not None)
+        else:
+            from grpo_trainer.train import train
+
+            record = train(config, resume=resumed is not None)
+            print(f"\nstep {record['step']}: reward {record['reward']:.3f}" + _accuracy(record) + f"; all of it in {config.output_dir}")
+    except ValueError as error:
+        print(f"grpo-train: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted. {how_to_resume(config)}", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except Exception:
+        print(f"\nstopped by an error. {how_to_resume(config)}", file=sys.stderr)
+        raise
+
+
+def how_to_resume(config: Config) -> str:
+    from grpo_trainer import checkpoint
+
+    output = Path(config.output_dir)
+    if not (output / "config.json").exists():
+        return "Nothing was written yet."
+    last = checkpoint.latest(output / "checkpoints") or checkpoint.latest(output / "warmup")
+    kept = f"Kept: everything up to {last}." if last else "There is no checkpoint yet (--save-every), so it will start from the beginning."
+    return f"{kept} Continue with: grpo-train --resume {output}"
+
+
+def _accuracy(record: dict[str, Any]) -> str:
+    return f", held-out accuracy {record['accuracy']:.1%}" if "accuracy" in record else ""
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main()
