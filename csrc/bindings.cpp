@@ -27,9 +27,7 @@ using Addresses = std::vector<Address>;  // in the order of the struct's members
 
 Targets targets_from(const Addresses& a) { return {at<const int64_t>(a.at(0)), at<const uint8_t>(a.at(1)), at<const float>(a.at(2))}; }
 
-RowOutputs row_outputs_from(const Addresses& a) {
-    return {at<float>(a.at(0)), at<float>(a.at(1)), at<float>(a.at(2)), at<float>(a.at(3))};
-}
+RowOutputs row_outputs_from(const Addresses& a) { return {at<float>(a.at(0)), at<float>(a.at(1)), at<float>(a.at(2)), at<float>(a.at(3))}; }
 
 SavedRows saved_from(const Addresses& a) { return {at<const float>(a.at(0)), at<const float>(a.at(1)), at<const float>(a.at(2))}; }
 
@@ -42,10 +40,22 @@ TokenOutputs token_outputs_from(const Addresses& a) {
     return {at<float>(a.at(0)), at<float>(a.at(1)), at<float>(a.at(2)), at<float>(a.at(3)), at<int8_t>(a.at(4))};
 }
 
-// epsilon, epsilon_high, delta, dual_clip, beta, max_log_ratio. The clip edges are rounded once, from double, as the other backends do:
-// a ratio exactly on an edge must be on the same side everywhere.
+// reference.py's PARAMS, then beta. The clip edges are rounded once, from double, as the other backends do: a ratio exactly on an edge
+// must be on the same side everywhere.
 ObjectiveParams params_from(const std::vector<double>& p) {
-    return {float(1.0 - p.at(0)), float(1.0 + p.at(1)), float(p.at(2)), float(p.at(3)), float(p.at(4)), float(p.at(5))};
+    ObjectiveParams params;
+    params.objective = Objective(int(p.at(0)));
+    params.ratio_min = float(1.0 - p.at(1));
+    params.ratio_max = float(1.0 + p.at(2));
+    params.ratio_bound = float(p.at(2));
+    params.delta = float(p.at(3));
+    params.dual_clip = float(p.at(4));
+    params.sapo_pos = float(p.at(5));
+    params.sapo_neg = float(p.at(6));
+    params.kl_estimator = KlEstimator(int(p.at(7)));
+    params.max_log_ratio = float(p.at(8));
+    params.beta = float(p.at(9));
+    return params;
 }
 
 }  // namespace

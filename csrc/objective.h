@@ -2,10 +2,11 @@
 // One text for the CPU and for CUDA; reference.py is the definition and triton/objective.py the translation. Everything about
 // reinforcement learning is here; everything about the vocabulary is in the row kernels, which meet it through two numbers a row.
 //
-// PPO clip: Schulman et al. 2017 (1707.06347), with the upper cap `delta` of INTELLECT-2 (2505.07291) and the dual clip of
-// Ye et al. 2019 (1912.09729); KL estimator k3: Schulman 2020.
+// Sources: PPO clip 1707.06347, its cap `delta` 2505.07291 and dual clip 1912.09729; CISPO 2506.13585; SAPO 2511.20347; KL estimators
+// Schulman 2020, the bias-corrected one 2512.02556.
 #pragma once
 
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 
@@ -13,13 +14,21 @@
 
 namespace grpo {
 
+// In the order of reference.py's OBJECTIVES and KL_ESTIMATORS.
+enum class Objective { kClip, kCispo, kSapo, kReinforce };
+enum class KlEstimator { kK3, kK1, kK2, kAbs, kK3BiasCorrected };
+
 // Plain data, the same type in every build; the functions below are each build's own (portable.h says why).
 struct ObjectiveParams {
+    Objective objective;
     float ratio_min, ratio_max;  // 1 - epsilon, 1 + epsilon_high
+    float ratio_bound;           // cispo's: epsilon_high itself
     float delta;                 // upper cap of the ratio; inf: none
     float dual_clip;             // bound of the loss at negative advantages, times -advantage; inf: none
-    float beta;                  // weight of the KL penalty
-    float max_log_ratio;         // what is exponentiated is held within this
+    float sapo_pos, sapo_neg;    // sapo's steepness at positive and at other advantages
+    KlEstimator kl_estimator;
+    float max_log_ratio;  // what is exponentiated is held within this
+    float beta;           // weight of the KL penalty
 };
 
 // The per-token tensors, row by row. A null pointer is an absent input; nothing is ever aliased to a dummy.
@@ -63,6 +72,9 @@ struct Dual {
     float value, grad;
 };
 
+// 0 where both are equal, also at -inf. NaN stays NaN.
+GRPO_HOST_DEVICE inline float difference(float logp, float other_logp) { return logp == other_logp ? 0.0f : logp - other_logp; }
+
 // exp overflows at 88: what goes into it is held within +-bound. At the bound the gradient passes, beyond it is 0. NaN stays NaN
 // (fmin and fmax would drop it).
 GRPO_HOST_DEVICE inline Dual hold(Dual x, float bound) {
@@ -80,9 +92,42 @@ GRPO_HOST_DEVICE inline Dual ppo_clip(Dual ratio, float advantage, const Objecti
     return advantage < 0.0f && bound < loss.value ? Dual{bound, 0.0f} : loss;
 }
 
+// -coefficient logp; 0 times -inf is 0.
+GRPO_HOST_DEVICE inline Dual weighted_logp(float coefficient, float logp) {
+    const bool unlikely = coefficient == 0.0f && std::isinf(logp);
+    return {unlikely ? 0.0f : -coefficient * logp, -coefficient};
+}
+
+GRPO_HOST_DEVICE inline Dual cispo(float ratio, float advantage, float logp, const ObjectiveParams& p) {
+    return weighted_logp((ratio > p.ratio_bound ? p.ratio_bound : ratio) * advantage, logp);
+}
+
+// -A sigmoid(k (ratio - 1)) 4 / k, with s (1 - s) from e^-|x|, where neither factor cancels.
+GRPO_HOST_DEVICE inline Dual sapo(Dual ratio, float advantage, const ObjectiveParams& p) {
+    const float k = advantage > 0.0f ? p.sapo_pos : p.sapo_neg;
+    const float x = k * (ratio.value - 1.0f), e = std::exp(-std::fabs(x));
+    const float sigmoid = (x > 0.0f ? 1.0f : e) / (1.0f + e);
+    return {-advantage * sigmoid * 4.0f / k, -4.0f * (e / ((1.0f + e) * (1.0f + e))) * advantage * ratio.grad};
+}
+
+GRPO_HOST_DEVICE inline Dual policy_term(Dual ratio, float advantage, float logp, const ObjectiveParams& p) {
+    switch (p.objective) {
+        case Objective::kCispo:
+            return cispo(ratio.value, advantage, logp, p);
+        case Objective::kSapo:
+            return sapo(ratio, advantage, p);
+        case Objective::kReinforce:
+            return weighted_logp(advantage, logp);
+        default:
+            return ppo_clip(ratio, advantage, p);
+    }
+}
+
 // -1: below the clip range at a negative advantage, +1: above it at a positive one, which is where the gradient stops.
 GRPO_HOST_DEVICE inline int8_t clip_side(float ratio, float advantage, const ObjectiveParams& p) {
-    return ratio < p.ratio_min && advantage < 0.0f ? -1 : ratio > p.ratio_max && advantage > 0.0f ? 1 : 0;
+    if (p.objective == Objective::kClip && ratio < p.ratio_min && advantage < 0.0f) return -1;
+    if (p.objective == Objective::kClip && ratio > p.ratio_max && advantage > 0.0f) return 1;
+    return p.objective == Objective::kCispo && ratio > p.ratio_bound && advantage > 0.0f ? 1 : 0;
 }
 
 // k3 = exp(d) - d - 1 >= 0 with d = ref_logp - logp. The plain form cancels near 0 (11 % off at d = 1e-6, negative at times).
@@ -97,12 +142,33 @@ GRPO_HOST_DEVICE inline Dual kl_k3(Dual d) {
     return {(e - 1.0f) - d.value, d.grad * (e - 1.0f)};
 }
 
+// ratio k3(d). Its gradient in closed form is ratio (logp - ref_logp): the product rule's two terms would cancel (8 % off at 1e-3).
+GRPO_HOST_DEVICE inline Dual kl_k3_bias_corrected(Dual ratio, Dual d, float max_log_ratio) {
+    const float value = ratio.value * kl_k3(hold(d, max_log_ratio)).value, grad = ratio.grad * -d.value;
+    return {value > FLT_MAX ? FLT_MAX : value, grad > FLT_MAX ? FLT_MAX : grad < -FLT_MAX ? -FLT_MAX : grad};
+}
+
+GRPO_HOST_DEVICE inline Dual kl_estimate(Dual ratio, Dual d, const ObjectiveParams& p) {
+    switch (p.kl_estimator) {
+        case KlEstimator::kK1:
+            return {-d.value, -d.grad};
+        case KlEstimator::kK2:
+            return {0.5f * d.value * d.value, d.value * d.grad};
+        case KlEstimator::kAbs:
+            return {std::fabs(d.value), d.value > 0.0f ? d.grad : d.value < 0.0f ? -d.grad : 0.0f};
+        case KlEstimator::kK3BiasCorrected:
+            return kl_k3_bias_corrected(ratio, d, p.max_log_ratio);
+        default:
+            return kl_k3(hold(d, p.max_log_ratio));
+    }
+}
+
 GRPO_HOST_DEVICE inline TokenLoss token_objective(const Token& t, const ObjectiveParams& p) {
     const Dual log_ratio = hold({t.log_ratio, 1.0f}, p.max_log_ratio);
     const float rho = std::exp(log_ratio.value);
     const Dual ratio = {rho, rho * log_ratio.grad};
-    const Dual policy = ppo_clip(ratio, t.advantage, p);
-    const Dual kl = t.has_ref ? kl_k3(hold({t.ref_logp - t.logp, -1.0f}, p.max_log_ratio)) : Dual{0.0f, 0.0f};
+    const Dual policy = policy_term(ratio, t.advantage, t.logp, p);
+    const Dual kl = t.has_ref ? kl_estimate(ratio, {-difference(t.logp, t.ref_logp), -1.0f}, p) : Dual{0.0f, 0.0f};
     // Without a penalty the reference is only reported: a NaN of its must not reach the loss.
     const Dual penalty = p.beta > 0.0f ? Dual{p.beta * kl.value, p.beta * kl.grad} : Dual{0.0f, 0.0f};
 
@@ -122,7 +188,7 @@ GRPO_HOST_DEVICE inline Token load_token(const TokenInputs& in, int64_t row, flo
     t.logp = logp;
     t.entropy = entropy;
     t.advantage = in.advantages[row];
-    t.log_ratio = in.old_logps ? logp - in.old_logps[row] : std::isnan(logp) ? logp : 0.0f;
+    t.log_ratio = difference(logp, in.old_logps ? in.old_logps[row] : logp);
     t.has_ref = in.ref_logps != nullptr;
     t.ref_logp = in.ref_logps ? in.ref_logps[row] : 0.0f;
     t.policy_weight = in.policy_weights ? in.policy_weights[row] : 1.0f;

@@ -10,7 +10,8 @@ from grpo_kernels.backends import available as available_backends
 from grpo_kernels.logprobs import LogprobsOutput, token_logprobs, token_logprobs_and_entropy
 from grpo_kernels.loss import fused_grpo_loss, grpo_loss
 from grpo_kernels.metrics import grpo_metrics
-from grpo_kernels.objective import GRPOLossOutput, LossOptions
+from grpo_kernels.options import GRPOLossOutput, LossOptions
+from grpo_kernels.packed import packed_targets
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,7 @@ __all__ = [
     "group_advantages",
     "grpo_loss",
     "grpo_metrics",
+    "packed_targets",
     "process_advantages",
     "token_logprobs",
     "token_logprobs_and_entropy",

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from grpo_kernels.rows import Sequences
+
 __all__ = [
     "Count",
     "check_backend",
     "check_count",
+    "check_cu_seqlens",
     "check_logits",
     "check_number",
     "known_options",
@@ -47,7 +50,7 @@ def plain_tensor(name: str, x: Any) -> Tensor:
 
 
 def check_logits(logits: Any, token_ids: Any, ids_name: str) -> None:
-    """logits (B, T, V) or (B, T + 1, V) in a floating dtype, contiguous over V, and integer ids (B, T); or (N, V) and (N,)."""
+    """logits (B, T, V) or (B, T + 1, V) and integer ids (B, T); or packed, (N, V) or (1, N, V), and (N,). Contiguous over V."""
     plain_tensor("logits", logits)
     plain_tensor(ids_name, token_ids)
     if logits.dtype not in _FLOATS:
@@ -55,11 +58,13 @@ def check_logits(logits: Any, token_ids: Any, ids_name: str) -> None:
     if token_ids.dtype not in _IDS:
         raise TypeError(f"{ids_name}: expected int64 or int32, got {token_ids.dtype}")
     shape, ids_shape = tuple(logits.shape), tuple(token_ids.shape)
-    if len(shape) not in (2, 3) or len(ids_shape) != len(shape) - 1:
-        raise ValueError(f"{ids_name}: expected (B, T) beside logits (B, T, V), got {ids_shape} beside logits {shape}")
-    spare = shape[1] - ids_shape[1] if len(shape) == 3 else 0
-    if shape[0] != ids_shape[0] or spare not in (0, 1):
-        raise ValueError(f"{ids_name}: expected (B, T) beside logits (B, T, V) or (B, T + 1, V), got {ids_shape} beside logits {shape}")
+    if len(ids_shape) == 1:
+        fits, expected = shape[:-1] in (ids_shape, (1, *ids_shape)), "logits (N, V) or (1, N, V) beside (N,)"
+    else:
+        fits = len(shape) == 3 and len(ids_shape) == 2 and shape[0] == ids_shape[0] and shape[1] - ids_shape[1] in (0, 1)
+        expected = "logits (B, T, V) or (B, T + 1, V) beside (B, T)"
+    if not fits:
+        raise ValueError(f"{ids_name}: expected {expected}, got logits {shape} beside {ids_shape}")
     if shape[-1] == 0:
         raise ValueError(f"logits: expected at least one column, got shape {shape}")
     if shape[-1] > 1 and logits.stride(-1) != 1:
@@ -70,18 +75,35 @@ def check_logits(logits: Any, token_ids: Any, ids_name: str) -> None:
     _same_device(ids_name, token_ids, logits)
 
 
+def check_cu_seqlens(cu_seqlens: Any, like: Tensor) -> None:
+    """(S + 1,) int32 or int64 offsets; that they ascend from 0 within the rows is checked by the operator."""
+    plain_tensor("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dtype not in _IDS:
+        raise TypeError(f"cu_seqlens: expected int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
+        raise ValueError(f"cu_seqlens: expected (S + 1,) offsets, got shape {tuple(cu_seqlens.shape)}")
+    _same_device("cu_seqlens", cu_seqlens, like)
+
+
 def stats_dtype(logits: Tensor) -> torch.dtype:
     """The dtype of everything per token: float32, and float64 for float64 logits."""
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 def per_token(
-    name: str, x: Any, shape: torch.Size, like: Tensor, dtype: torch.dtype, *, per_sequence: bool = False, column: bool = False
+    name: str,
+    x: Any,
+    sequences: Sequences,
+    like: Tensor,
+    dtype: torch.dtype,
+    *,
+    per_sequence: bool = False,
+    column: bool = False,
 ) -> Tensor:
-    """x as a contiguous constant of `shape` (B, T) and `dtype` on the device of `like`.
+    """x as a contiguous constant of `dtype`, one value a token, on the device of `like`.
 
-    (B, T) is always taken; (B,), one value a sequence, with `per_sequence`; (B, 1) with `column`. Nothing else broadcasts: a shape
-    that fits by accident must not be an answer.
+    One value a token is always taken, (B, T), or (N,) and (1, N) where packed; one a sequence, (B,) or (S,), with `per_sequence`, and
+    there (B, 1) with `column`. Nothing else broadcasts: a shape that fits by accident must not be an answer.
     """
     plain_tensor(name, x)
     if x.is_complex() or (dtype == torch.int64 and x.dtype not in _IDS):
@@ -89,36 +111,42 @@ def per_token(
     if x.requires_grad:
         raise ValueError(f"{name}: is a constant of the loss and must not require grad; pass {name}.detach()")
     _same_device(name, x, like)
-    allowed = [tuple(shape)]
-    if per_sequence and len(shape) == 2:
-        allowed.append((shape[0],))
-    if column and len(shape) == 2:
-        allowed.append((shape[0], 1))
-    if tuple(x.shape) not in allowed:
-        raise ValueError(f"{name}: expected shape {' or '.join(map(str, allowed))}, got {tuple(x.shape)}")
-    if x.dim() < len(shape):
-        x = x[:, None]
-    x = x.detach().to(dtype).expand(shape).contiguous()
-    # ids and masks of a rollout under inference_mode: autograd does not save such tensors for the backward
+    shape, given = tuple(sequences.shape), tuple(x.shape)
+    x = _saved(x.detach().to(dtype))
+    if per_sequence and sequences.known:
+        if given == (sequences.count,):
+            return sequences.spread(x).contiguous()
+        if column and given == (sequences.count, 1):
+            return sequences.spread(x[:, 0]).contiguous()
+    if given == shape or (len(shape) == 1 and given == (1, *shape)):
+        return x.reshape(shape).contiguous()
+    allowed = [shape, *[(sequences.count,)] * per_sequence * sequences.known, *[(sequences.count, 1)] * column * sequences.known]
+    raise ValueError(f"{name}: expected shape {' or '.join(map(str, dict.fromkeys(allowed)))}, got {given}")
+
+
+def _saved(x: Tensor) -> Tensor:
+    """x as autograd can save it for the backward: ids and masks of a rollout under inference_mode cannot be."""
     return x.clone() if not torch.compiler.is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled() else x
 
 
-def mask_rows(name: str, mask: Any, shape: torch.Size, like: Tensor) -> Tensor | None:
-    """One `active` byte a row: any non-zero value counts as 1; None, all rows, stays None."""
+def mask_rows(name: str, mask: Any, sequences: Sequences, like: Tensor) -> Tensor | None:
+    """One `active` byte a row: any non-zero value counts as 1; None, all rows, stays None. Packed rows of no sequence are inactive."""
+    member = None if sequences.index is None else sequences.index < sequences.count
     if mask is None:
-        return None
+        return None if member is None else member.to(torch.uint8)
     plain_tensor(name, mask)
-    return per_token(name, mask.detach() != 0, shape, like, torch.uint8)
+    active = per_token(name, mask.detach() != 0, sequences, like, torch.uint8)
+    return active if member is None else active * member
 
 
-def temperatures(temperature: Any, shape: torch.Size, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """One temperature a row, from a number, (B,) or (B, T). The values of a tensor are checked by the operator."""
+def temperatures(temperature: Any, sequences: Sequences, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """One temperature a row, from a number, one a sequence or one a token. The values of a tensor are checked by the operator."""
     if isinstance(temperature, Tensor) and temperature.dim() > 0:
-        return per_token("temperature", temperature, shape, like, dtype, per_sequence=True)
+        return per_token("temperature", temperature, sequences, like, dtype, per_sequence=True)
     if isinstance(temperature, Tensor):
-        return per_token("temperature", temperature.expand(shape), shape, like, dtype)
+        return per_token("temperature", temperature.expand(sequences.shape), sequences, like, dtype)
     # a sum, since torch.compile takes the value of a torch.full for a constant
-    return torch.zeros(shape, dtype=dtype, device=like.device) + check_number("temperature", temperature, above=0)
+    return torch.zeros(sequences.shape, dtype=dtype, device=like.device) + check_number("temperature", temperature, above=0)
 
 
 def check_number(name: str, value: Any, *, above: float | None = None, least: float | None = None) -> float:
@@ -144,11 +172,9 @@ def check_count(name: str, count: Count) -> Count:
     return check_number(name, count)
 
 
-def known_options(options: Mapping[str, Any], names: Sequence[str], arguments: Sequence[str], later: Sequence[str]) -> None:
-    """TypeError for an option that does not exist, with the nearest option or other argument; ValueError for one of a later version."""
+def known_options(options: Mapping[str, Any], names: Sequence[str], arguments: Sequence[str]) -> None:
+    """TypeError for an option that does not exist, with the nearest option or other argument."""
     for name in options:
-        if name in later:
-            raise ValueError(f"{name}: this version does not compute it yet")
         if name not in names:
             known = [argument for argument in (*arguments, *names) if argument != "options"]
             near = difflib.get_close_matches(name, known, 1)

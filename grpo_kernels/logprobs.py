@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_kernels import ops
 from grpo_kernels.checks import check_backend, check_logits, mask_rows, per_token, stats_dtype, temperatures
-from grpo_kernels.rows import as_rows, check_inplace, rows, zero_spare
+from grpo_kernels.rows import Sequences, as_rows, check_inplace, rows, zero_spare
 
 __all__ = ["LogprobsOutput", "score", "token_logprobs", "token_logprobs_and_entropy"]
 
@@ -77,10 +77,10 @@ def token_logprobs_and_entropy(
     tensor([1.3863])
     """
     check_logits(logits, token_ids, "token_ids")
-    shape, dtype = token_ids.shape, stats_dtype(logits)
-    active = mask_rows("mask", mask, shape, logits)
-    taus = temperatures(temperature, shape, logits, dtype)
-    ids = per_token("token_ids", token_ids, shape, logits, torch.int64)
+    sequences, dtype = Sequences(token_ids.shape, token_ids.shape[0]), stats_dtype(logits)
+    active = mask_rows("mask", mask, sequences, logits)
+    taus = temperatures(temperature, sequences, logits, dtype)
+    ids = per_token("token_ids", token_ids, sequences, logits, torch.int64)
     return score(logits, ids, active, taus, inplace_backward, check_backend(backend))
 
 

@@ -6,18 +6,31 @@ is by default two sweeps over the logits (forward: 1 read; backward: 1 read, 1 w
 
 from __future__ import annotations
 
+import functools
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.checks import check_backend, check_logits, mask_rows, per_token, plain_tensor, stats_dtype, temperatures
+from grpo_kernels import ops
+from grpo_kernels.checks import (
+    check_backend,
+    check_logits,
+    mask_rows,
+    per_token,
+    plain_tensor,
+    stats_dtype,
+    temperatures,
+)
 from grpo_kernels.logprobs import score
-from grpo_kernels.objective import GRPOLossOutput, LossOptions, ObjectiveParams, TokenInputs, token_objective
+from grpo_kernels.objective import token_objective, weighted_sum
 from grpo_kernels.one_pass import one_pass_loss
-from grpo_kernels.rows import check_inplace
-from grpo_kernels.weights import token_weights as aggregation_weights
+from grpo_kernels.options import GRPOLossOutput, LossOptions, ObjectiveParams, TokenInputs
+from grpo_kernels.packed import sequences_of
+from grpo_kernels.rows import Sequences, check_inplace
+from grpo_kernels.sequence import sequence_objective, vespo_folded
+from grpo_kernels.weights import token_weights as token_weight
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,6 +46,7 @@ def fused_grpo_loss(
     old_logps: Tensor | None = None,
     ref_logps: Tensor | None = None,
     completion_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     importance_weights: Tensor | None = None,
     policy_weights: Tensor | None = None,
     token_weights: Tensor | None = None,
@@ -86,23 +100,25 @@ def fused_grpo_loss(
     """
     params = ObjectiveParams.from_options(options, _FUSED_ARGUMENTS)
     check_logits(logits, completion_ids, "completion_ids")
-    if logits.dim() != 3:
-        raise ValueError(f"logits: expected (B, T, V) or (B, T + 1, V), got {tuple(logits.shape)}")
-    shape, dtype = completion_ids.shape, stats_dtype(logits)
-    ids = per_token("completion_ids", completion_ids, shape, logits, torch.int64)
-    taus = temperatures(temperature, shape, logits, dtype)
-    active = mask_rows("completion_mask", completion_mask, shape, logits)
-    inputs = _token_inputs(
-        params, shape, logits, active, advantages, old_logps, ref_logps, importance_weights, policy_weights, token_weights
-    )
+    if one_pass and params.needs_all_logps:
+        raise ValueError(
+            f"one_pass: loss_type {params.loss_type!r} at level {params.importance_sampling_level!r} needs the log-probs of whole "
+            f"sequences before any gradient; pass one_pass=False"
+        )
+    sequences = sequences_of("completion_ids", completion_ids, cu_seqlens)
+    dtype = stats_dtype(logits)
+    ids = per_token("completion_ids", completion_ids, sequences, logits, torch.int64)
+    taus = temperatures(temperature, sequences, logits, dtype)
+    batch = Batch(logits, sequences, mask_rows("completion_mask", completion_mask, sequences, logits), check_backend(backend))
+    inputs = _token_inputs(params, batch, advantages, old_logps, ref_logps, importance_weights, policy_weights, token_weights)
     inplace = check_inplace("inplace", logits, inplace)
     # autograd lets a function that writes over a view return nothing else, and torch.compile cannot tell an unused output's gradient from
     # zeros: there the gradient takes the logits' place in the backward, after two sweeps.
     in_backward = inplace and (torch.compiler.is_compiling() or logits._is_view())
     if one_pass and not in_backward and logits.requires_grad and torch.is_grad_enabled():
-        return one_pass_loss(logits, ids, active, taus, params, inputs, inplace, check_backend(backend))
-    logps, entropy = score(logits, ids, active, taus, inplace, check_backend(backend))
-    return _output(logps, entropy, active, params, inputs, check_backend(backend))
+        return one_pass_loss(logits, ids, batch.active, taus, params, inputs.tokens, inplace, batch.backend)
+    logps, entropy = score(logits, ids, batch.active, taus, inplace, batch.backend)
+    return _output(logps, entropy, params, batch, inputs)
 
 
 def grpo_loss(
@@ -113,6 +129,7 @@ def grpo_loss(
     old_logps: Tensor | None = None,
     ref_logps: Tensor | None = None,
     completion_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     importance_weights: Tensor | None = None,
     policy_weights: Tensor | None = None,
     token_weights: Tensor | None = None,
@@ -136,27 +153,41 @@ def grpo_loss(
     """
     params = ObjectiveParams.from_options(options, _ARGUMENTS)
     logps = _differentiable("logps", logps)
-    if logps.dim() != 2:
-        raise ValueError(f"logps: expected (B, T), got shape {tuple(logps.shape)}")
+    packed = cu_seqlens is not None
+    if packed and logps.dim() == 2 and logps.shape[0] == 1:
+        logps = logps[0]
+    if logps.dim() != (1 if packed else 2):
+        raise ValueError(f"logps: expected {'(N,) or (1, N) with cu_seqlens' if packed else '(B, T)'}, got shape {tuple(logps.shape)}")
     if entropy is not None:
         entropy = _differentiable("entropy", entropy)
-        if entropy.shape != logps.shape or entropy.device != logps.device:
+        if entropy.numel() != logps.numel() or entropy.shape[-1:] != logps.shape[-1:] or entropy.device != logps.device:
             raise ValueError(
                 f"entropy: expected {tuple(logps.shape)} on {logps.device} as logps, got {tuple(entropy.shape)} on {entropy.device}"
             )
-        entropy = entropy.to(logps.dtype)
+        entropy = entropy.reshape(logps.shape).to(logps.dtype)
     elif params.entropy_coef != 0:
         raise ValueError("entropy: entropy_coef is not 0, so the loss needs it; got None (token_logprobs_and_entropy gives it)")
-    active = mask_rows("completion_mask", completion_mask, logps.shape, logps)
-    inputs = _token_inputs(
-        params, logps.shape, logps, active, advantages, old_logps, ref_logps, importance_weights, policy_weights, token_weights
-    )
-    return _output(logps, entropy, active, params, inputs, check_backend(backend))
+    sequences = sequences_of("logps", logps, cu_seqlens)
+    batch = Batch(logps, sequences, mask_rows("completion_mask", completion_mask, sequences, logps), check_backend(backend))
+    inputs = _token_inputs(params, batch, advantages, old_logps, ref_logps, importance_weights, policy_weights, token_weights)
+    return _output(logps, entropy, params, batch, inputs)
 
 
 # an unknown option may be a misspelt argument
 _FUSED_ARGUMENTS = tuple(inspect.signature(fused_grpo_loss).parameters)
 _ARGUMENTS = tuple(inspect.signature(grpo_loss).parameters)
+
+
+class Batch(NamedTuple):
+    like: Tensor  # logits or log-probs: device and dtype of everything else
+    sequences: Sequences
+    active: Tensor | None
+    backend: str
+
+
+class Inputs(NamedTuple):
+    tokens: TokenInputs
+    folded: Tensor | None  # (S,) log importance weights that vespo folds into its own
 
 
 def _differentiable(name: str, x: Any) -> Tensor:
@@ -168,63 +199,66 @@ def _differentiable(name: str, x: Any) -> Tensor:
 
 def _token_inputs(
     params: ObjectiveParams,
-    shape: torch.Size,
-    like: Tensor,
-    active: Tensor | None,
+    batch: Batch,
     advantages: Tensor,
     old_logps: Tensor | None,
     ref_logps: Tensor | None,
     importance_weights: Tensor | None,
     policy_weights: Tensor | None,
     token_weights: Tensor | None,
-) -> TokenInputs:
+) -> Inputs:
     """Everything per token as the objective takes it: the two policy factors as one, aggregation and entropy bonus as weights."""
-    dtype = stats_dtype(like)
+    dtype = stats_dtype(batch.like)
 
     def constant(name: str, x: Tensor | None, **shapes: bool) -> Tensor | None:
-        return None if x is None else per_token(name, x, shape, like, dtype, **shapes)
+        return None if x is None else per_token(name, x, batch.sequences, batch.like, dtype, **shapes)
 
     if params.beta > 0 and ref_logps is None:
         raise ValueError(f"ref_logps: beta is {params.beta}, so the loss needs the reference's log-probs; got None")
-    factors = [
-        constant("importance_weights", importance_weights, per_sequence=True, column=True),
-        constant("policy_weights", policy_weights, per_sequence=True, column=True),
-    ]
-    given = [factor for factor in factors if factor is not None]
+    factor = constant("importance_weights", importance_weights, per_sequence=True, column=True)
+    folded = None
+    if params.loss_type == "vespo" and factor is not None and importance_weights is not None:
+        one_each = importance_weights.numel() == batch.sequences.count != factor.numel()
+        folded = vespo_folded(importance_weights.flatten().to(dtype) if one_each else factor, batch.active, batch.sequences)
+        factor = None
+    other = constant("policy_weights", policy_weights, per_sequence=True, column=True)
+    if factor is not None and other is not None:
+        factor = factor * other
+
+    weigh = functools.partial(token_weight, batch.active, batch.sequences, dtype=dtype, device=batch.like.device)
     if token_weights is None:
         params.check_normaliser()
-        weights = aggregation_weights(
-            active, shape, params.loss_type,
-            num_items_in_batch=params.num_items_in_batch, num_sequences=params.num_sequences, num_processes=params.num_processes,
-            max_completion_length=params.max_completion_length, loss_scale=params.loss_scale, dtype=dtype, device=like.device,
+        weights = weigh(
+            params.loss_type, num_items_in_batch=params.num_items_in_batch, num_sequences=params.num_sequences,
+            num_processes=params.num_processes, max_completion_length=params.max_completion_length, loss_scale=params.loss_scale,
         )  # fmt: skip
     else:
-        weights = per_token("token_weights", token_weights, shape, like, dtype)
-        weights = weights if active is None else torch.where(active.bool(), weights, 0)
+        weights = per_token("token_weights", token_weights, batch.sequences, batch.like, dtype)
+        weights = weights if batch.active is None else torch.where(batch.active.bool(), weights, 0)
     bonus = None
-    if params.entropy_coef != 0:
-        per_entropy = weights
-        if params.entropy_aggregation == "token_mean":
-            scale = params.loss_scale if token_weights is None else 1.0
-            per_entropy = aggregation_weights(active, shape, "bnpo", loss_scale=scale, dtype=dtype, device=like.device)
-        bonus = params.entropy_coef * per_entropy
-    return TokenInputs(
-        per_token("advantages", advantages, shape, like, dtype, per_sequence=True),
+    if params.entropy_coef != 0 and params.entropy_aggregation == "loss":
+        bonus = params.entropy_coef * weights
+    elif params.entropy_coef != 0:
+        bonus = params.entropy_coef * weigh("bnpo", loss_scale=params.loss_scale if token_weights is None else 1.0)
+    tokens = TokenInputs(
+        per_token("advantages", advantages, batch.sequences, batch.like, dtype, per_sequence=True),
         constant("old_logps", old_logps),
         constant("ref_logps", ref_logps),
-        None if not given else given[0] if len(given) == 1 else given[0] * given[1],
+        other if factor is None else factor,
         weights,
         bonus,
     )
+    return Inputs(tokens, folded)
 
 
-def _output(
-    logps: Tensor, entropy: Tensor | None, active: Tensor | None, params: ObjectiveParams, inputs: TokenInputs, backend: str
-) -> GRPOLossOutput:
-    bonus = entropy if inputs.entropy_weights is not None else None
-    loss, policy_loss, kl, clipped = token_objective(
-        logps.contiguous(), None if bonus is None else bonus.contiguous(), active, params, inputs, backend
-    )
+def _output(logps: Tensor, entropy: Tensor | None, params: ObjectiveParams, batch: Batch, inputs: Inputs) -> GRPOLossOutput:
+    bonus = None if entropy is None or inputs.tokens.entropy_weights is None else entropy.contiguous()
+    if params.needs_all_logps:
+        term = sequence_objective(ops.first_order(logps), batch.active, params, inputs.tokens, inputs.folded, batch.sequences)
+        loss, policy_loss, kl, clipped = weighted_sum(term, bonus, batch.active, params, inputs.tokens)
+    else:
+        loss, policy_loss, kl, clipped = token_objective(logps.contiguous(), bonus, batch.active, params, inputs.tokens, batch.backend)
     values = [torch.zeros_like(logps) if x is None else x.detach() for x in (logps, entropy)]
-    values = [x.clone() if active is None else torch.where(active.bool(), x, 0) for x in values]  # never the caller's own memory
+    # clones: never the caller's own memory
+    values = [x.clone() if batch.active is None else torch.where(batch.active.bool(), x, 0) for x in values]
     return GRPOLossOutput(loss, policy_loss, values[0], values[1], kl, clipped)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import ops
-from grpo_kernels.objective import GRPOLossOutput, ObjectiveParams, TokenInputs, empty_outputs, total
+from grpo_kernels.objective import empty_outputs, total
+from grpo_kernels.options import GRPOLossOutput, ObjectiveParams, TokenInputs
 from grpo_kernels.rows import as_rows, rows, zero_spare
 
 __all__ = ["one_pass_loss"]

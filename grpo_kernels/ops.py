@@ -17,6 +17,7 @@ from torch import Tensor
 from grpo_kernels import backends
 
 __all__ = [
+    "first_order",
     "group_advantages",
     "logprobs_backward",
     "logprobs_backward_",
@@ -26,6 +27,7 @@ __all__ = [
     "objective",
     "once",
     "scale_",
+    "sequence_index",
 ]
 
 # The groups of arguments that several entry points share; backends.Backend says what each tensor is.
@@ -58,9 +60,31 @@ def _operator(name: str, arguments: str, check: Callable[..., None] | None = Non
     return op
 
 
+@torch.library.custom_op("grpo_kernels::sequence_index", mutates_args=())
+def sequence_index(cu_seqlens: Tensor, count: int) -> Tensor:
+    """The sequence (count,) of each packed row; rows from cu_seqlens[-1] on get the number of sequences. Offsets are checked on the CPU."""
+    if _looks(cu_seqlens):
+        steps = cu_seqlens.diff()
+        if cu_seqlens[0] != 0 or (steps < 0).any() or cu_seqlens[-1] > count:
+            raise ValueError(f"cu_seqlens: expected offsets that ascend from 0 to at most the {count} rows, got {cu_seqlens.tolist()}")
+    return torch.searchsorted(
+        cu_seqlens[1:].contiguous(), torch.arange(count, device=cu_seqlens.device, dtype=cu_seqlens.dtype), right=True
+    )
+
+
+@sequence_index.register_fake
+def _(cu_seqlens: Tensor, count: int) -> Tensor:
+    return cu_seqlens.new_empty(count, dtype=torch.int64)
+
+
+def _looks(x: Tensor) -> bool:
+    """Whether values are checked: on the CPU; on a GPU only with GRPO_KERNELS_DEBUG=1, since looking would synchronise."""
+    return x.device.type == "cpu" or os.environ.get("GRPO_KERNELS_DEBUG") == "1"
+
+
 def _check_values(logits: Tensor, token_ids: Tensor, active: Tensor | None, temperature: Tensor) -> None:
-    """Ids inside the vocabulary, temperatures positive; on a GPU only with GRPO_KERNELS_DEBUG=1, since looking would synchronise."""
-    if logits.device.type != "cpu" and os.environ.get("GRPO_KERNELS_DEBUG") != "1":
+    """Ids inside the vocabulary, temperatures positive, where `_looks`."""
+    if not _looks(logits):
         return
     vocab = logits.shape[-1]
     _raise_where((token_ids < 0) | (token_ids >= vocab), active, IndexError, "token id", token_ids, f"in [0, {vocab})")
@@ -111,6 +135,22 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx, _):  # type: ignore[no-untyped-def]
         raise RuntimeError("grpo_kernels has no second derivative: a gradient of its losses cannot be differentiated again")
+
+
+class _FirstOrder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return once(gradient, *ctx.saved_tensors)
+
+
+def first_order(x: Tensor) -> Tensor:
+    """x, whose gradient cannot be differentiated again: for terms that hold a gradient of ours as a constant."""
+    return _FirstOrder.apply(x)
 
 
 def once(gradient: Tensor, *origins: Tensor | None) -> Tensor:

@@ -1,21 +1,53 @@
-"""A batch as the rows that kernels see, and the conditions under which a gradient may be written over the logits."""
+"""A batch as the rows that kernels see: padded (B, T) or packed (N,); and when a gradient may be written over the logits."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["as_rows", "check_inplace", "rows", "zero_spare"]
+__all__ = ["Sequences", "as_rows", "check_inplace", "rows", "zero_spare"]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Which tokens belong together: each row of (B, T), or for packed rows the index (N,) of each one's sequence, `count` for none.
+
+    Rows (N,) without an index belong to sequences that nobody named.
+    """
+
+    shape: torch.Size
+    count: int
+    index: Tensor | None = None
+
+    @property
+    def known(self) -> bool:
+        return self.index is not None or len(self.shape) == 2
+
+    def spread(self, values: Tensor) -> Tensor:
+        """One value a sequence (S,) at each of its tokens; 0 at packed rows of no sequence."""
+        if self.index is None:
+            return values[:, None].expand(self.shape)
+        return torch.cat([values, values.new_zeros(1)])[self.index]
+
+    def sums(self, x: Tensor) -> Tensor:
+        """(S,) sums over the tokens of each sequence, in one fixed order."""
+        if self.index is None:
+            return x.sum(-1)
+        return x.new_zeros(self.count + 1).index_add(0, self.index, x)[:-1]
 
 
 def rows(logits: Tensor, token_ids: Tensor) -> Tensor:
     """The (B, T, V) view of the positions that `token_ids` scores: without the spare last position, (N, V) as one sequence."""
-    return logits[:, : token_ids.shape[1]] if logits.dim() == 3 else logits[None]
+    if token_ids.dim() == 1:
+        return logits if logits.dim() == 3 else logits[None]
+    return logits[:, : token_ids.shape[1]]
 
 
 def zero_spare(dlogits: Tensor, token_ids: Tensor) -> None:
     """Gradient 0 for the last position of (B, T + 1, V), which predicts nothing."""
-    if dlogits.dim() == 3 and dlogits.shape[1] > token_ids.shape[1]:
+    if token_ids.dim() == 2 and dlogits.shape[1] > token_ids.shape[1]:
         dlogits[:, token_ids.shape[1] :].zero_()
 
 

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.checks import Count
+from grpo_kernels.rows import Sequences
 
 __all__ = ["token_weights"]
 
 
 def token_weights(
     active: Tensor | None,
-    shape: torch.Size,
+    sequences: Sequences,
     loss_type: str,
     *,
     num_items_in_batch: Count = None,
@@ -23,30 +24,32 @@ def token_weights(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> Tensor:
-    """w (B, T) with loss = sum w L; a masked token weighs 0.
+    """w, one weight a token, with loss = sum w L; a masked token weighs 0.
 
     | loss_type | w |
     |---|---|
-    | grpo | m / (B max(n_i, 1)) |
+    | grpo, sapo | m / (B max(n_i, 1)) |
     | bnpo | m / max(sum m, 1), always local |
     | dr_grpo | m / (B max_completion_length) |
-    | dapo | P m / num_items_in_batch, by default the local sum of m |
+    | luspo | m / B |
+    | dapo, cispo, vespo, reinforce | P m / num_items_in_batch, by default the local sum of m |
 
     n_i = sum_t m; B is `num_sequences`, by default the local number of sequences; P, `num_processes`, multiplies w wherever a global
     count is in it. Counts may be 0-d tensors, are never synchronised, and count as 1 where they are <= 0.
     """
-    mask = torch.ones(shape, dtype=dtype, device=device) if active is None else active.to(dtype)
-    lengths = mask.sum(-1, keepdim=True)
+    mask = torch.ones(sequences.shape, dtype=dtype, device=device) if active is None else active.to(dtype)
     if loss_type == "bnpo":
-        return mask * (loss_scale / lengths.sum().clamp(min=1))
-    if loss_type == "dapo":
-        total = lengths.sum().clamp(min=1) if num_items_in_batch is None else _at_least_some(num_items_in_batch, dtype)
+        return mask * (loss_scale / mask.sum().clamp(min=1))
+    if loss_type in ("dapo", "cispo", "vespo", "reinforce"):
+        total = mask.sum().clamp(min=1) if num_items_in_batch is None else _at_least_some(num_items_in_batch, dtype)
         return mask * (loss_scale * num_processes / total)
-    sequences = max(shape[0], 1) if num_sequences is None else _at_least_some(num_sequences, dtype)
-    scale = loss_scale * num_processes / sequences
+    count = max(sequences.count, 1) if num_sequences is None else _at_least_some(num_sequences, dtype)
+    scale = loss_scale * num_processes / count
+    if loss_type == "luspo":
+        return mask * scale
     if max_completion_length is not None and loss_type == "dr_grpo":
         return mask * (scale / max_completion_length)
-    return mask * scale / lengths.clamp(min=1)
+    return mask * scale / sequences.spread(sequences.sums(mask)).clamp(min=1)
 
 
 def _at_least_some(count: float | Tensor, dtype: torch.dtype) -> float | Tensor:

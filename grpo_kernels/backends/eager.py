@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from grpo_kernels.reference import token_objective
+from grpo_kernels.reference import named_params, token_objective
 
 CHUNK_BYTES = 16 << 20  # float32 logits of a chunk; a few temporaries of this size exist at a time
 BLOCK = 1024  # partial sums of 1,024 terms lose 1e-6 at V = 151,936, where 16 serial lanes lose 1.5e-5
@@ -38,7 +38,7 @@ class Eager:
         self, logps, entropy, advantages, old_logps, ref_logps, policy_weights, weights, entropy_weights, active, params,
         loss, policy_loss, dlogps, kl, clipped,
     ) -> None:  # fmt: skip
-        epsilon, epsilon_high, delta, dual_clip, beta, max_log_ratio = params
+        *numbers, beta = params
         # The clones are ordinary tensors also where the caller's are inference tensors, which autograd does not take.
         # Hooks of the caller (activation checkpointing) must not see this graph: they would run the whole forward again for it.
         own = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved)
@@ -46,10 +46,7 @@ class Eager:
             leaf = logps.clone().requires_grad_()
             constants = (advantages, old_logps, ref_logps, policy_weights, weights)
             advantages, old_logps, ref_logps, policy_weights, weights = (None if x is None else x.clone() for x in constants)
-            term = token_objective(
-                leaf, advantages, old_logps, ref_logps,
-                epsilon=epsilon, epsilon_high=epsilon_high, delta=delta, dual_clip=dual_clip, max_log_ratio=max_log_ratio,
-            )  # fmt: skip
+            term = token_objective(leaf, advantages, old_logps, ref_logps, **named_params(numbers))
             policy = weights * (term.policy if policy_weights is None else policy_weights * term.policy)
             total = policy + weights * (beta * term.kl) if beta else policy
             (gradient,) = torch.autograd.grad(total.sum(), leaf)
