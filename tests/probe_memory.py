@@ -1,9 +1,9 @@
 """Peak extra memory of one call on the CPU: what the process holds at most during it, above what it held before.
 
-One child process a measurement (`measure`, or this file run as a script), because an allocator keeps what earlier calls freed. Inside it: the
-code path runs once on a small batch (imports, thread stacks, buffers of the runtime), the inputs are built, freed memory goes back to the
-system, the kernel's high-water mark is reset (5 in /proc/self/clear_refs; ru_maxrss cannot be), the call runs, VmHWM minus the earlier VmRSS
-is the answer. Linux only.
+One child process a measurement (`measure`, or this file run as a script), because an allocator keeps what earlier calls freed. Inside it
+the code path runs once on a small batch (imports, thread stacks, buffers of the runtime), the inputs are built, freed memory goes back to
+the system, the kernel's high-water mark is reset (5 in /proc/self/clear_refs; ru_maxrss cannot be), and the call runs: VmHWM minus the
+earlier VmRSS is the answer. Linux only.
 
     python tests/probe_memory.py --backend cpu --mode default --dtype bfloat16 --rows 256 --vocab 151936
 """

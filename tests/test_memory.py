@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-import probe_memory
 import pytest
 
+import probe_memory
 from grpo_kernels.backends.eager import CHUNK_BYTES
 
 MB = 1 << 20
