@@ -5,8 +5,9 @@ try:
 except ImportError as error:
     raise ImportError(f"grpo_kernels needs PyTorch, which could not be imported ({error}); install torch >= 2.6") from error
 
-from grpo_kernels.advantages import group_advantages, process_advantages
+from grpo_kernels.advantages import gae_advantages, group_advantages, process_advantages
 from grpo_kernels.backends import available as available_backends
+from grpo_kernels.corrections import ImportanceWeights, high_entropy_mask, off_policy_mask, truncated_importance_weights
 from grpo_kernels.logprobs import LogprobsOutput, token_logprobs, token_logprobs_and_entropy
 from grpo_kernels.loss import fused_grpo_loss, grpo_loss
 from grpo_kernels.metrics import grpo_metrics
@@ -17,15 +18,20 @@ __version__ = "0.1.0"
 
 __all__ = [
     "GRPOLossOutput",
+    "ImportanceWeights",
     "LogprobsOutput",
     "LossOptions",
     "available_backends",
     "fused_grpo_loss",
+    "gae_advantages",
     "group_advantages",
     "grpo_loss",
     "grpo_metrics",
+    "high_entropy_mask",
+    "off_policy_mask",
     "packed_targets",
     "process_advantages",
     "token_logprobs",
     "token_logprobs_and_entropy",
+    "truncated_importance_weights",
 ]

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # module -> what it may import of this package. Siblings are in no row of each other.
 ARROWS: dict[str, set[str]] = {
-    "grpo_kernels": {"loss", "logprobs", "options", "advantages", "metrics", "packed", "backends"},
+    "grpo_kernels": {"loss", "logprobs", "options", "advantages", "corrections", "metrics", "packed", "backends"},
     "__main__": {"grpo_kernels", "_C"},
     "loss": {"logprobs", "objective", "one_pass", "sequence", "weights", "packed", "options", "checks", "rows", "ops"},
     "one_pass": {"objective", "options", "rows", "ops"},
@@ -23,7 +23,8 @@ ARROWS: dict[str, set[str]] = {
     "objective": {"ops", "options", "reference"},
     "sequence": {"options", "reference", "rows"},
     "weights": {"checks", "rows"},
-    "advantages": {"ops", "checks"},
+    "advantages": {"ops", "checks", "rows"},
+    "corrections": {"packed", "checks", "rows"},
     "metrics": {"options", "packed", "checks"},
     "packed": {"ops", "checks", "rows"},
     "options": {"checks", "reference"},
