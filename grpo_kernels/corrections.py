@@ -1,4 +1,4 @@
-"""Factors of the policy term that a trainer makes from log-probs and entropy, for `importance_weights` and `policy_weights`; all constants."""
+"""Factors of the policy term, for `importance_weights` and `policy_weights`, made from log-probs and entropy; all are constants."""
 
 from __future__ import annotations
 
