@@ -63,16 +63,14 @@ const Build& chosen() {
 
 const RowKernels& kernels() { return *chosen().kernels; }
 
-// A forked child has none of its parent's OpenMP threads, and libgomp would wait for them for ever: children run on one.
+// A forked child has none of its parent's OpenMP threads, and libgomp would wait for them for ever: children run on one. Registered when
+// the module is loaded, since the threads may be torch's and the child's call the first to come here.
 bool forked = false;
-
-int usable(int num_threads) {
 #if defined(__unix__) || defined(__APPLE__)
-    static const int registered = pthread_atfork(nullptr, nullptr, [] { forked = true; });
-    (void)registered;
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 #endif
-    return forked || num_threads < 1 ? 1 : num_threads;
-}
+
+int usable(int num_threads) { return forked || num_threads < 1 ? 1 : num_threads; }
 
 }  // namespace
 

@@ -178,3 +178,6 @@ def _best(device: torch.device, dtype: torch.dtype) -> str:
         )
         return "torch"
     return "cpu"
+
+
+available()  # the native module is loaded with the package: it has to see every fork
