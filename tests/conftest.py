@@ -1,0 +1,38 @@
+"""What the numerical tests share: which backends must work, memory that is never zero by luck, and the worst errors of the run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import oracle
+import pytest
+import torch
+
+from grpo_kernels import available_backends
+
+# A backend that is named here and does not work is a failure, never a skip. An installation without compiler sets "torch".
+BACKENDS = os.environ.get("GRPO_KERNELS_TEST_BACKENDS", "torch,cpu").split(",")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    reason = available_backends().get(request.param, "no such backend")
+    if reason != "available":
+        pytest.fail(f"backend {request.param!r} has to work here: {reason}. GRPO_KERNELS_TEST_BACKENDS says which ones are tested.")
+    return request.param
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty gives NaN: an output that a kernel forgot to write cannot be right by luck."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if oracle.WORST:  # empty in the controlling process of pytest-xdist
+        terminalreporter.section("largest error as a share of its budget")
+        for name, share in sorted(oracle.WORST.items()):
+            terminalreporter.write_line(f"{share:7.3f}  {name}")
