@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from grpo_trainer.config import Config, parser
+from grpo_trainer.config import DEMO, QUICK_DEMO, Config, flag, parser
 
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
@@ -16,14 +16,22 @@ INTERRUPTED = 130  # what a shell reports for Ctrl-C
 def main(arguments: list[str] | None = None) -> None:
     command = parser()
     given = vars(command.parse_args(arguments))
-    resumed = given.pop("resume", None)
-    if resumed is not None:
-        if not (Path(resumed) / "config.json").is_file():
-            command.error(f"argument --resume: {resumed} holds no run (no config.json there)")
-        given = Config.load(Path(resumed)) | given | {"output_dir": resumed}
-    config = Config(**given)
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     if not given:
         command.error("nothing to do: give --model and --task, or --demo, or --resume OUTPUT_DIR (--help lists all flags)")
+    folder = given.pop("resume", None)
+    if folder is not None:
+        if not (Path(folder) / "config.json").is_file():
+            command.error(f"argument --resume: {folder} holds no run (no config.json there)")
+        given = Config.load(Path(folder)) | given | {"output_dir": folder}
+    elif given.get("demo"):
+        for name in ("model", "task"):
+            if name in given:
+                command.error(f"argument {flag(name)}: the demo brings its own")
+        given = (QUICK_DEMO if given.get("quick") else DEMO) | given
+    elif given.get("quick"):
+        command.error("argument --quick: goes with --demo")
+    config, resume = Config(**given), folder is not None
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prompts are short; its threads would only warn about forks
     signal.signal(signal.SIGTERM, _interrupt)  # what batch systems send before they kill
@@ -32,11 +40,11 @@ def main(arguments: list[str] | None = None) -> None:
         if config.demo:
             from grpo_trainer.demo import run
 
-            run(config, resume=resumed is not None)
+            run(config, resume=resume)
         else:
             from grpo_trainer.train import train
 
-            record = train(config, resume=resumed is not None)
+            record = train(config, resume=resume)
             print(f"\nstep {record['step']}: reward {record['reward']:.3f}" + _accuracy(record) + f"; all of it in {config.output_dir}")
     except ValueError as error:
         print(f"grpo-train: error: {error}", file=sys.stderr)

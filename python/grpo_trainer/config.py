@@ -145,6 +145,27 @@ class Config:
         return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
+# What the demo's flags stand for where they are not given. The learning rate is the largest of those tried that learned on every seed.
+DEMO: dict[str, Any] = {
+    "task": "chain_sum",
+    "task_options": {"min_terms": 4, "max_terms": 6, "min_digits": 1, "max_digits": 1},
+    "num_prompts": 32,
+    "num_generations": 8,
+    "max_prompt_length": 32,
+    "max_completion_length": 48,
+    "micro_batch_size": 256,
+    "learning_rate": 5e-5,
+    "warmup_steps": 3,
+    "steps": 30,
+    "eval_every": 5,
+    "save_every": 5,
+    "track_kl": True,
+    "device": "cpu",
+    "output_dir": "runs/demo",
+    "overwrite": True,
+}
+QUICK_DEMO = DEMO | {"num_prompts": 4, "steps": 2, "eval_every": 1, "eval_size": 20, "save_every": 1, "output_dir": "runs/quick-demo"}
+
 # of fused_grpo_loss; the trainer gives these itself
 OWN_ARGUMENTS = {"num_items_in_batch", "num_sequences", "num_processes", "loss_scale", "old_logps", "ref_logps", "completion_mask", "backend"}
 

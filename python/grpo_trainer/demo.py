@@ -1,8 +1,8 @@
-"""The demo: a model of 0.7 million parameters learns to show its work, from nothing, on a CPU.
+"""The demo: a model of 0.7 million parameters, made from nothing on a CPU, learns to show its work.
 
-A supervised warm-up on reasoning-gym's `chain_sum` gives a fresh Llama both ways of answering: the number alone (most examples), and the
-running sums between <think> tags before it. Alone it is quick and often wrong, worked it is long and mostly right. Then GRPO, whose only
-signal is reasoning-gym's verifier, makes it prefer the way that works.
+A supervised warm-up on reasoning-gym's `chain_sum` gives a fresh Llama both ways of answering: the number alone, and the sum worked term
+by term between <think> tags before it. Half of the examples are of each kind, so the model has no reason to prefer one. Then GRPO, which
+hears nothing but reasoning-gym's verifier, makes it prefer the way that is right.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import platform
 import random
 import shutil
+import sys
 import time
 from dataclasses import replace
 from importlib.metadata import version
@@ -23,11 +24,164 @@ from tokenizers.models import WordLevel
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
 from grpo_trainer import checkpoint, report
 from grpo_trainer.config import Config
-from grpo_trainer.rollout import Prompts
 from grpo_trainer.tasks import Entry, Problems
-from grpo_trainer.train import CHECKPOINTS, is_worked, load_model, load_tokenizer, train
+from grpo_trainer.train import CHECKPOINTS, is_worked, train
 
 WARMUP = "warmup"
+SUMMARY = "summary.json"
+
+# Warm-up. Whole numbers as tokens: a step of the worked sum is then one look-up of a + b, where digits would have to learn carrying first.
+STEPS, QUICK_STEPS = 600, 20
+BATCH = 64
+LEARNING_RATE = 2e-3  # falls to 0, so that the last examples do not undo the rest
+WORKED_SHARE = 0.5
+FIRST_PROBLEM = 5_000_000  # the warm-up's problems; GRPO's begin at 0, so they are fresh
+
+
+def run(config: Config, *, resume: bool = False) -> None:
+    """Warm-up, GRPO, table, picture, summary.json; every figure is the verifier's on the held-out problems."""
+    started = time.perf_counter()
+    output = Path(config.output_dir)
+    output.mkdir(parents=True, exist_ok=True)
+    if not resume:
+        for folder in (WARMUP, CHECKPOINTS):
+            shutil.rmtree(output / folder, ignore_errors=True)
+        (output / SUMMARY).unlink(missing_ok=True)
+    config.save(output)
+    model = warm_up(config, output / WARMUP)
+    print("GRPO: from here on only the verifier's score of its own samples", file=sys.stderr)
+    train(replace(config, model=str(model)), resume=True)  # from the last checkpoint, or from the warm model where there is none
+
+    before, *_, after = (record for record in report.read(output / report.METRICS) if "accuracy" in record)
+    summary = {
+        "accuracy_before": before["accuracy"],
+        "accuracy_after": after["accuracy"],
+        "worked_before": before["worked"],
+        "worked_after": after["worked"],
+        "held_out_problems": config.eval_size,
+        "seconds": round(time.perf_counter() - started, 1),
+        "resumed": resume,
+        "seed": config.seed,
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("grpo-kernels", "torch", "transformers", "tokenizers", "reasoning-gym", "numpy")},
+        },
+        "threads": torch.get_num_threads(),
+    }
+    (output / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
+    print(table(report.read(output / report.EVALUATIONS), before, after))
+    print(f"\n{summary['seconds']:.0f} s in all. Picture: {output / report.PICTURE}   Figures: {output / SUMMARY}")
+
+
+def warm_up(config: Config, folder: Path) -> Path:
+    """Supervised training of a fresh model on examples of both kinds; returns its folder. Resumes exactly, as `train` does."""
+    steps = QUICK_STEPS if config.quick else STEPS
+    checkpoint.set_seed(config.seed)
+    disable_progress_bar()
+    tokenizer = make_tokenizer()
+    problems = Problems(config, fits=lambda entry: True)
+    problems.cursor = FIRST_PROBLEM
+    last = checkpoint.latest(folder)
+    model = make_model(len(tokenizer)) if last is None else LlamaForCausalLM.from_pretrained(last, dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, (0.9, 0.99), weight_decay=0.0, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50) * (1 - step / steps))
+    done = 0
+    if last is not None:
+        progress = checkpoint.restore(last, optimizer, schedule)
+        done, problems.cursor = progress["step"], progress["cursor"]
+    bar = tqdm(range(done + 1, steps + 1), initial=done, total=steps, unit="step", desc="warm-up", dynamic_ncols=True)
+    for step in bar:
+        ids, labels = batch(tokenizer, problems.take(BATCH))
+        logits = model(input_ids=ids, use_cache=False).logits
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % 10 == 0:
+            bar.set_postfix_str(f"loss {loss.item():.3f}")
+        if step % 100 == 0 or step == steps:
+            last = checkpoint.save(folder, step, 1, model, tokenizer, optimizer, schedule, {"step": step, "cursor": problems.cursor})
+    bar.close()
+    assert last is not None
+    return last
+
+
+def make_tokenizer() -> Any:
+    """Words, signs, tags and whole numbers, each with the blank before it, so that decoding gives back the text."""
+    words = "State the final answer to the following arithmetic problem:".split()
+    tokens = ["<pad>", "<eos>", "<unk>", "State", *(f" {word}" for word in words[1:])]
+    tokens += ["<think>", " </think>", "<answer>", " <answer>", " </answer>", " +", " -", " =", *(f" {number}" for number in range(-99, 100))]
+    vocabulary = {token: index for index, token in enumerate(dict.fromkeys(tokens))}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r" -?\d+| ?[^\s\d]+"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def make_model(vocabulary: int) -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            max_position_embeddings=128,
+            tie_word_embeddings=True,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=None,
+        )
+    )
+
+
+def example(entry: Entry) -> str:
+    """A right answer to a problem, worked or not."""
+    answer = f"<answer> {entry['answer']} </answer>"
+    if random.random() >= WORKED_SHARE:
+        return answer
+    first, *rest = entry["metadata"]["expression"].split()
+    work, total = first, int(first)
+    for sign, term in zip(rest[::2], rest[1::2]):
+        total += int(sign + term)
+        work += f" {sign} {term} = {total}"
+    return f"<think> {work} </think> {answer}"
+
+
+def batch(tokenizer: Any, entries: list[Entry]) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids and labels (B, L), padded on the right; only the answer and the end token after it are learned."""
+    prompts = tokenizer([entry["question"] for entry in entries])["input_ids"]
+    answers = [ids + [tokenizer.eos_token_id] for ids in tokenizer([example(entry) for entry in entries])["input_ids"]]
+    width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers))
+    ids, labels = torch.full((2, len(entries), width), tokenizer.pad_token_id)
+    labels.fill_(-100)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers)):
+        ids[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
+        labels[row, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
+    return ids, labels
+
+
+def table(evaluations: list[dict[str, Any]], before: dict[str, Any], after: dict[str, Any], shown: int = 5) -> str:
+    """The first few held-out problems, not chosen ones, with the answers of the first and the last evaluation; then the figures."""
+    lines = ["", f"The first {shown} held-out problems, before and after GRPO", ""]
+    answers = [[record for record in evaluations if record["step"] == of["step"]][:shown] for of in (before, after)]
+    for old, new in zip(*answers):
+        lines.append(f"  {old['question'].partition(': ')[2]} {old['answer']}")
+        for name, record in (("before", old), ("after", new)):
+            lines.append(f"    {name:7} {'right' if record['score'] == 1 else 'wrong'}  {record['completion']}")
+    lines += ["", f"  {len(evaluations) and sum(r['step'] == 0 for r in evaluations)} held-out problems, greedy {'before':>10} {'after':>10}"]
+    for label, key, form in (
+        ("right answers (verifier)", "accuracy", "10.1%"),
+        ("worked answers", "worked", "10.1%"),
+        ("tokens an answer", "eval_length", "10.1f"),
+    ):
+        lines.append(f"  {label:32} {before[key]:{form}} {after[key]:{form}}")
+    return "\n".join(lines)
