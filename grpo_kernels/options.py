@@ -1,4 +1,4 @@
-"""The options of the loss, declared once, and what every option means for every loss type: the tables that documentation and tests read."""
+"""The options of the loss, declared and validated once; what each loss type makes of them is in registry.py."""
 
 from __future__ import annotations
 
@@ -11,30 +11,9 @@ from torch import Tensor
 
 from grpo_kernels.checks import Count, check_count, check_number, known_options
 from grpo_kernels.reference import KL_ESTIMATORS, MAX_LOG_RATIO, OBJECTIVES
+from grpo_kernels.registry import BIAS_CORRECTED_K3, KL_TERMS, LEVELS, LOSS_TYPES
 
-__all__ = ["LOSS_TYPES", "GRPOLossOutput", "LossOptions", "LossType", "ObjectiveParams", "TokenInputs"]
-
-
-class LossType(NamedTuple):
-    """A row of the reference table."""
-
-    objective: str  # per-token policy term, one of reference.OBJECTIVES
-    weight: str  # the aggregation, as MATH writes it
-    global_count: str | None  # the option that counts over the whole step in it, and that num_processes goes with; None: always local
-    source: str
-
-
-LOSS_TYPES: dict[str, LossType] = {
-    "grpo": LossType("clip", "m / (B max(n_i, 1))", "num_sequences", "DeepSeekMath, arXiv 2402.03300, eq. 3"),
-    "bnpo": LossType("clip", "m / max(sum m, 1), of this call alone", None, "as TRL: the mean over this call's tokens"),
-    "dr_grpo": LossType("clip", "m / (B max_completion_length)", "num_sequences", "Dr. GRPO, arXiv 2503.20783"),
-    "dapo": LossType("clip", "m / num_items_in_batch", "num_items_in_batch", "DAPO, arXiv 2503.14476, eq. 8"),
-    "luspo": LossType("clip", "m / B", "num_sequences", "LUSPO, arXiv 2602.05261"),
-    "cispo": LossType("cispo", "m / num_items_in_batch", "num_items_in_batch", "MiniMax-M1, arXiv 2506.13585"),
-    "sapo": LossType("sapo", "m / (B max(n_i, 1))", "num_sequences", "SAPO, arXiv 2511.20347"),
-    "vespo": LossType("reinforce", "m / num_items_in_batch", "num_items_in_batch", "VESPO, arXiv 2602.10693"),
-    "reinforce": LossType("reinforce", "m / num_items_in_batch", "num_items_in_batch", "REINFORCE: the plain policy gradient"),
-}
+__all__ = ["GRPOLossOutput", "LossOptions", "ObjectiveParams", "TokenInputs"]
 
 
 class LossOptions(TypedDict, total=False):
@@ -173,6 +152,21 @@ class ObjectiveParams:
                 f"{count}: loss_type {self.loss_type!r} with num_processes {self.num_processes} needs the global count, got None"
             )
 
+    def acting(self, *, token_weights: bool = False) -> set[str]:
+        """The options (and old_logps) that a change of moves loss or gradient beside these; what is not here is validated and ignored.
+
+        `token_weights`: whether the caller's own weights take the place of the aggregation.
+        """
+        kind = LOSS_TYPES[self.loss_type]
+        names = {"loss_type", "beta", "entropy_coef", *kind.reads, *(() if token_weights else kind.weight_reads)}
+        if self.beta > 0:
+            term = BIAS_CORRECTED_K3 if self.kl_bias_correction else KL_TERMS[self.kl_estimator]
+            names |= {"kl_estimator", *term.reads}
+            names |= {"kl_bias_correction"} if self.kl_estimator == "k3" else set()
+        if self.entropy_coef != 0 and (token_weights or self.loss_type != "bnpo"):  # bnpo's weight is the mean over tokens
+            names.add("entropy_aggregation")
+        return names
+
     def for_reference(self) -> dict[str, Any]:
         """The keyword arguments of `reference.token_objective`; a cap that is None became infinite."""
         return {
@@ -200,8 +194,8 @@ OPTION_NAMES = tuple(field.name for field in fields(ObjectiveParams))
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "loss_type": tuple(LOSS_TYPES),
-    "importance_sampling_level": ("token", "sequence", "sequence_token"),
-    "kl_estimator": ("k3", "k1", "k2", "abs"),
+    "importance_sampling_level": tuple(LEVELS),
+    "kl_estimator": tuple(KL_TERMS),
     "entropy_aggregation": ("loss", "token_mean"),
 }
 
