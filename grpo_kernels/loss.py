@@ -253,7 +253,7 @@ def _token_inputs(
 
 def _output(logps: Tensor, entropy: Tensor | None, params: ObjectiveParams, batch: Batch, inputs: Inputs) -> GRPOLossOutput:
     bonus = None if entropy is None or inputs.tokens.entropy_weights is None else entropy.contiguous()
-    if params.needs_all_logps:
+    if params.reads_sequences:
         term = sequence_objective(ops.first_order(logps), batch.active, params, inputs.tokens, inputs.folded, batch.sequences)
         loss, policy_loss, kl, clipped = weighted_sum(term, bonus, batch.active, params, inputs.tokens)
     else:

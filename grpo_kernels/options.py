@@ -136,8 +136,14 @@ class ObjectiveParams:
 
     @property
     def needs_all_logps(self) -> bool:
-        """Whether a token's term depends on its whole sequence, so that the logits are swept twice: log-probs of all tokens first."""
+        """Whether a token's term may depend on its whole sequence, so that the logits are swept twice: log-probs of all tokens first."""
         return self.importance_sampling_level != "token" or self.loss_type == "vespo"
+
+    @property
+    def reads_sequences(self) -> bool:
+        """Whether it does: a level that no term reads is ignored to the last bit, so the kernels of a token's own term serve."""
+        reads_level = "importance_sampling_level" in LOSS_TYPES[self.loss_type].reads or self.kl_bias_correction
+        return self.loss_type == "vespo" or (self.importance_sampling_level != "token" and reads_level)
 
     def check_normaliser(self) -> None:
         """ValueError where the aggregation lacks what it divides by (custom `token_weights` need nothing)."""
