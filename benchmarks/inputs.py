@@ -1,8 +1,8 @@
 """What is measured on: logits of a real vocabulary, and the float64 answer that every implementation must give before it is timed.
 
-The data keep every row at work and every answer comparable. In half the rows the target is one of many (log-prob -12), in half it has p near
-0.4, as sampled tokens do. Log-ratios are +-0.1 or +-0.5: far enough from the clip edges that an implementation which rounds log-probs to
-bfloat16 (half a step there is 0.03) clips the same tokens. beta is not 0, so the gradient of a clipped row is not 0 either: no
+The data keep every row at work and every answer comparable. In half the rows the target is one of many (log-prob -12), in half it has p
+near 0.4, as sampled tokens do. Log-ratios are +-0.1 or +-0.5: far enough from the clip edges that an implementation which rounds log-probs
+to bfloat16 (half a step there is 0.03) clips the same tokens. beta is not 0, so the gradient of a clipped row is not 0 either: no
 implementation saves work on it.
 """
 

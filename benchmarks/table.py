@@ -21,10 +21,7 @@ def markdown(benchmarks: Sequence[Benchmark]) -> str:
 
 def _contest(group: str, members: list[Benchmark]) -> str:
     first = members[0]["extra_info"]
-    heading = (
-        f"**{group}**, logits [{first['rows']}, {first['vocab']}], {first['threads']} threads, "
-        f"{members[0]['stats']['rounds']} rounds, load {first['load_average']:.1f}"
-    )
+    heading = f"**{group}**, logits [{first['rows']}, {first['vocab']}], {first['threads']} threads"
     if "extra_bytes" in first:
         head, row = ["", "extra MB at the peak", "of the logits", "bytes a row"], _memory
     elif first["baseline"] == "naive":
@@ -34,6 +31,8 @@ def _contest(group: str, members: list[Benchmark]) -> str:
         )
     else:
         head, row = ["", "ms", "beside", "times faster", "share of its time"], _against_itself
+    if "baseline" in first:
+        heading += f", {members[0]['stats']['rounds']} rounds, load average {first['load_average']:.1f}"
     return heading + "\n\n" + _table(head, [row(member) for member in members])
 
 

@@ -21,7 +21,8 @@ OURS = {
     "loss_and_grad_": (1, 1),
     "scale_": (0, 0),
 }
-TOUCH_FEW = ("gather", "scatter_add_", "scatter_")  # elements named by an index
+# Elements named by an index. Autograd adds them up in place, out of place only under a mode like this one: not counted.
+TOUCH_FEW = ("gather", "scatter_", "scatter_add", "scatter_add_")
 FROM_NOTHING = ("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "full", "full_like", "fill_", "zero_")
 ALLOCATE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 
