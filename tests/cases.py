@@ -6,11 +6,11 @@ import itertools
 import random
 from typing import Any, NamedTuple
 
-import oracle
 import torch
 from torch import Tensor
 
 import grpo_kernels as gk
+import oracle
 
 # 1, 2, 3; around a vector, a SIMD pack (256 to 1,024 columns) and a block of the torch backend (1,024); what models have; beyond 2^18.
 NARROW = (1, 2, 3, 31, 129, 1023, 1025, 4097)
@@ -25,7 +25,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 def random_logits(shape: tuple[int, int, int], g: torch.Generator, token_ids: Tensor | None = None) -> Tensor:
-    """float32 rows of spread 0.1 to 20; where the ids are known, one in six is flat, one has its target at p > 0.5, one within 1e-6 of 1."""
+    """float32 rows of spread 0.1 to 20; of six with ids, one is flat, one has its target at p > 0.5, one within 1e-6 of 1."""
     spread = torch.empty(*shape[:2], 1).uniform_(-2.3, 3, generator=g).exp()
     z = torch.randn(shape, generator=g) * spread + 3 * torch.randn(*shape[:2], 1, generator=g)
     if token_ids is not None:
@@ -55,15 +55,15 @@ def batch(
     def nearby(spread: float) -> Tensor:
         return (logps + spread * torch.randn(B, T, generator=g)).float()
 
-    return dict(
-        logits=logits,
-        completion_ids=ids,
-        advantages=torch.randn(B, generator=g),
-        old_logps=nearby(0.3),
-        ref_logps=nearby(1.0),
-        completion_mask=mask,
-        temperature=temperature,
-    )
+    return {
+        "logits": logits,
+        "completion_ids": ids,
+        "advantages": torch.randn(B, generator=g),
+        "old_logps": nearby(0.3),
+        "ref_logps": nearby(1.0),
+        "completion_mask": mask,
+        "temperature": temperature,
+    }
 
 
 def lay_out(x: Tensor, layout: str, sentinel: float) -> tuple[Tensor, Tensor]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-import oracle
 import pytest
 import torch
 
+import oracle
 from grpo_kernels import available_backends
 
 # A backend that is named here and does not work is a failure, never a skip. An installation without compiler sets "torch".

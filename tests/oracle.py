@@ -136,7 +136,7 @@ def grpo(
         return torch.zeros_like(x) if found is None else found
 
     a = gradient(loss, logps, create_graph=True)
-    parts = dict(a=a, b=-u, da=gradient(a, logps, retain_graph=True), dkl=gradient(kl, logps, retain_graph=True))
+    parts = {"a": a, "b": -u, "da": gradient(a, logps, retain_graph=True), "dkl": gradient(kl, logps, retain_graph=True)}
     return Expected(
         loss.detach(),
         (w * policy).sum().detach(),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-import oracle
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS, NARROW, WIDE, generator, lay_out, random_logits, same_bits
 
 import grpo_kernels as gk
+import oracle
+from cases import DTYPES, LAYOUTS, NARROW, WIDE, generator, lay_out, random_logits, same_bits
 from grpo_kernels import reference
 
 TEMPERATURES = torch.tensor([[1.0, 0.7, 1.3, 1.0, 0.25, 1.0]])
@@ -102,7 +102,9 @@ def test_a_temperature_is_a_number_or_one_a_sequence_or_one_a_token(backend: str
     def score(temperature: float | torch.Tensor) -> torch.Tensor:
         return gk.token_logprobs(logits, ids, temperature=temperature, backend=backend)
 
-    one_by_one = torch.cat([gk.token_logprobs(logits[i : i + 1], ids[i : i + 1], temperature=t, backend=backend) for i, t in enumerate([0.5, 1.0, 2.0])])  # fmt: skip
+    one_by_one = torch.cat(
+        [gk.token_logprobs(logits[i][None], ids[i][None], temperature=float(per_sequence[i]), backend=backend) for i in range(3)]
+    )
     for temperature in (per_sequence, per_sequence[:, None].expand(3, 6), per_sequence.double()):
         assert same_bits(score(temperature), one_by_one)
     assert same_bits(score(torch.tensor(0.5))[0], one_by_one[0])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import oracle
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS, MODES, WIDE, assert_matches, batch, generator, pairwise, run, same_bits
 
 import grpo_kernels as gk
+import oracle
+from cases import DTYPES, LAYOUTS, MODES, WIDE, assert_matches, batch, generator, pairwise, run, same_bits
 
 # One value of every kind that the public interface takes; pairs of them meet. Tensors are made for the case at hand by `arguments`.
 FACTORS: dict[str, tuple] = {
@@ -64,12 +64,12 @@ def arguments(case: dict[str, Any], seed: int) -> dict[str, Any]:
             inputs[name] = positive(case[name])
     if case["counts"] != "local":
         make = float if case["counts"] == "numbers" else torch.tensor
-        inputs |= dict(num_items_in_batch=make(41.5), num_sequences=make(7.0), num_processes=3)
+        inputs |= {"num_items_in_batch": make(41.5), "num_sequences": make(7.0), "num_processes": 3}
     inputs |= {name: case[name] for name in ("loss_type", "max_log_ratio", "loss_scale")}
     inputs["epsilon"], inputs["epsilon_high"] = case["epsilons"]
     inputs["delta"], inputs["dual_clip"] = case["caps"]
     inputs["entropy_coef"], inputs["entropy_aggregation"] = case["entropy"]
-    return inputs | dict(max_completion_length=16)
+    return inputs | {"max_completion_length": 16}
 
 
 def check(case: dict[str, Any], backend: str, seed: int) -> None:
@@ -95,15 +95,15 @@ def test_random_options_are_within_budget(backend: str, seed: int) -> None:
 @pytest.mark.parametrize("vocab", [31, 1023, *WIDE])
 def test_every_mode_is_within_budget_at_every_vocabulary(backend: str, vocab: int, dtype: torch.dtype, mode: str) -> None:
     shape = (1, 6, vocab) if vocab > 5000 else (3, 6, vocab)
-    inputs = batch(vocab, shape, dtype, temperature=0.9) | dict(beta=0.04, entropy_coef=0.01 if vocab % 4 == 1 else 0.0)
+    inputs = batch(vocab, shape, dtype, temperature=0.9) | {"beta": 0.04, "entropy_coef": 0.01 if vocab % 4 == 1 else 0.0}
     assert_matches(run(inputs, backend, mode), inputs, mode)
 
 
 @pytest.mark.parametrize("mode", ["default", "one_pass"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradient_at_the_vocabulary_of_qwen(backend: str, dtype: torch.dtype, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gradient_at_the_vocabulary_of_qwen(backend: str, dtype: torch.dtype, mode: str) -> None:
     """At most twice eager's own error in that dtype, or the budget; the target's column and the others apart (`-s` prints them)."""
-    inputs = batch(7, (2, 6, 151936), dtype) | dict(beta=0.04, loss_type="dapo", old_logps=None)
+    inputs = batch(7, (2, 6, 151936), dtype) | {"beta": 0.04, "loss_type": "dapo", "old_logps": None}
     inputs["completion_ids"][0, 0] = inputs["logits"][0, 0].argsort()[-2]  # its neighbours have large gradients as well
     expected = oracle.grpo(**inputs)
     got, eager = run(inputs, backend, mode).dlogits, oracle.grpo(**inputs, dtype=torch.float32).dlogits
@@ -120,7 +120,7 @@ def test_gradient_at_the_vocabulary_of_qwen(backend: str, dtype: torch.dtype, mo
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_gives_the_same_bits(backend: str, mode: str) -> None:  # MATH: one row, many ways
-    inputs = batch(5, (4, 6, 1025), torch.bfloat16, temperature=0.7) | dict(beta=0.04, entropy_coef=0.01)
+    inputs = batch(5, (4, 6, 1025), torch.bfloat16, temperature=0.7) | {"beta": 0.04, "entropy_coef": 0.01}
     want, got = run(inputs, backend), run(inputs, backend, mode)
     scored = gk.token_logprobs_and_entropy(
         inputs["logits"], inputs["completion_ids"], temperature=0.7, mask=inputs["completion_mask"], backend=backend
@@ -133,7 +133,7 @@ def test_every_mode_gives_the_same_bits(backend: str, mode: str) -> None:  # MAT
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_layout_gives_the_same_bits(backend: str, mode: str, layout: str) -> None:  # F13
-    inputs = batch(6, (4, 6, 1023)) | dict(beta=0.04)
+    inputs = batch(6, (4, 6, 1023)) | {"beta": 0.04}
     # Over a view the one pass leaves writing to the backward: autograd could not rebuild the view otherwise.
     in_backward = mode == "one_pass+inplace" and layout != "contiguous"
     want, got = run(inputs, backend, "inplace" if in_backward else mode), run(inputs, backend, mode, layout)
@@ -142,7 +142,7 @@ def test_every_layout_gives_the_same_bits(backend: str, mode: str, layout: str) 
 
 @pytest.mark.parametrize("name", ["advantages", "old_logps", "ref_logps", "completion_mask", "completion_ids", "temperature"])
 def test_tensors_per_token_come_in_any_stride(backend: str, name: str) -> None:  # F13
-    inputs = batch(8, (4, 6, 31), temperature=torch.rand(4, 6) + 0.5) | dict(beta=0.04)
+    inputs = batch(8, (4, 6, 31), temperature=torch.rand(4, 6, generator=generator(8)) + 0.5) | {"beta": 0.04}
     inputs["advantages"] = torch.randn(4, 6, generator=generator(8))
     want = run(inputs, backend)
     for strided in (inputs[name].t().contiguous().t(), inputs[name].repeat_interleave(2, 1)[:, ::2]):
@@ -157,7 +157,7 @@ def test_tensors_per_token_come_in_any_stride(backend: str, name: str) -> None: 
 @pytest.mark.parametrize("name", ["old_logps", "ref_logps", "advantages"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_constants_come_in_any_dtype(backend: str, name: str, dtype: torch.dtype) -> None:  # F14
-    inputs = batch(9, (4, 6, 31), torch.bfloat16) | dict(beta=0.04)
+    inputs = batch(9, (4, 6, 31), torch.bfloat16) | {"beta": 0.04}
     rounded = inputs[name].to(dtype)
     want, got = run(inputs | {name: rounded.float()}, backend), run(inputs | {name: rounded}, backend)
     assert same_bits(got.dlogits, want.dlogits) and got.output.loss.dtype == torch.float32
@@ -165,7 +165,7 @@ def test_constants_come_in_any_dtype(backend: str, name: str, dtype: torch.dtype
 
 @pytest.mark.parametrize("mode", MODES[:4])
 def test_autocast_changes_nothing(backend: str, mode: str) -> None:  # F14
-    inputs = batch(10, (4, 6, 129)) | dict(beta=0.04, entropy_coef=0.01)
+    inputs = batch(10, (4, 6, 129)) | {"beta": 0.04, "entropy_coef": 0.01}
     want = run(inputs, backend, mode)
     with torch.autocast("cpu", torch.bfloat16):
         got = run(inputs, backend, mode)
@@ -173,7 +173,7 @@ def test_autocast_changes_nothing(backend: str, mode: str) -> None:  # F14
 
 
 def test_float64_logits_are_served_by_torch_alone() -> None:
-    inputs = batch(11, (4, 6, 129), torch.float64, temperature=0.7) | dict(beta=0.04, entropy_coef=0.1, delta=1.5)
+    inputs = batch(11, (4, 6, 129), torch.float64, temperature=0.7) | {"beta": 0.04, "entropy_coef": 0.1, "delta": 1.5}
     expected = oracle.grpo(**inputs)
     for mode in MODES:
         result = run(inputs, None, mode)
