@@ -80,7 +80,7 @@ LEVELS: dict[str, Level] = {
     "sequence": Level(
         "exp(sum_t m (l - l_old) / max(n_i, 1)), one a sequence", "through every token of the sequence", "GSPO, arXiv 2507.18071"
     ),
-    "sequence_token": Level("the value of `sequence`", "each token's own", "GSPO-token, arXiv 2507.18071"),
+    "sequence_token": Level("as sequence", "each token's own", "GSPO-token, arXiv 2507.18071"),
 }
 
 KL_TERMS: dict[str, KLTerm] = {
@@ -91,7 +91,7 @@ KL_TERMS: dict[str, KLTerm] = {
 }
 BIAS_CORRECTED_K3 = KLTerm(
     "RHO (e^d - d - 1)",
-    "rho (-d); level `sequence`: rho (1 - e^d), and rho k3 through the log-ratio of the sequence",
+    "-rho d; at level sequence rho (1 - e^d), and rho k3 through its log-ratio",
     "KL(policy || reference), also under samples of the old policy",
     ("old_logps", "importance_sampling_level", "max_log_ratio"),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from cases import generator, same_bits
-from grpo_kernels.options import OPTION_NAMES, ObjectiveParams
+from grpo_kernels.options import CHOICES, LIMITS, OPTION_NAMES, ObjectiveParams
 from grpo_kernels.registry import BIAS_CORRECTED_K3, KL_TERMS, LOSS_TYPES
 
 B, T, V = 4, 6, 5
@@ -155,6 +156,53 @@ def test_own_weights_make_the_aggregations_one(backend: str) -> None:
 def test_without_an_upper_epsilon_the_lower_one_is_both(backend: str) -> None:
     one, both = (from_logits(backend, {"epsilon": 0.3, "epsilon_high": high}) for high in (None, 0.3))
     assert all(same_bits(x, y) for x, y in zip(one, both))
+
+
+OUT_OF_RANGE: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(CHOICES, ("", "no such")),
+    **dict.fromkeys(("epsilon", "epsilon_high", "beta"), (-0.1, math.nan)),
+    **{name: (0.0, -1.0, math.inf) for name, limit in LIMITS.items() if limit == {"above": 0}},
+    "dual_clip": (1.0, 0.5),
+    "entropy_coef": (math.nan, math.inf),
+    "num_items_in_batch": (math.nan, torch.ones(2)),
+    "num_sequences": (math.nan, torch.ones(2)),
+    "num_processes": (0, -1, 1.5),
+}
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_every_range_is_checked_also_where_the_option_does_nothing(loss_type: str) -> None:
+    assert OUT_OF_RANGE.keys() == {*OPTION_NAMES} - {"kl_bias_correction"}
+    needed = {"loss_type": loss_type, "epsilon_high": 0.3}
+    for name, values in OUT_OF_RANGE.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"^{name}: expected"):
+                ObjectiveParams(**{**needed, name: value})
+    with pytest.raises(TypeError, match="^kl_bias_correction: expected"):
+        ObjectiveParams(**needed, kl_bias_correction=1)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_what_does_not_go_together_raises_by_name(backend: str, loss_type: str) -> None:
+    needed, kind = settings_of(loss_type, "token, k3"), LOSS_TYPES[loss_type]
+    refused: list[tuple[str, dict[str, Any]]] = [
+        ("ref_logps", {"ref_logps": None}),
+        *(("kl_bias_correction", {"kl_bias_correction": True, "kl_estimator": name}) for name in ("k1", "k2", "abs")),
+        *((name, {name: 2.0}) for name in ("delta", "dual_clip") if kind.objective != "clip"),
+        *((name, {name: None}) for name in {"cispo": ["epsilon_high"], "dr_grpo": ["max_completion_length"]}.get(loss_type, [])),
+        *(("one_pass", {"one_pass": True, "importance_sampling_level": level}) for level in ("sequence", "sequence_token")),
+        *([("one_pass", {"one_pass": True})] if loss_type == "vespo" else []),
+    ]
+    missing = {"num_processes": 2, "num_items_in_batch": None, "num_sequences": None}
+    if kind.global_count is None:
+        from_logits(backend, needed | missing)
+    else:
+        refused.append((kind.global_count, missing))
+    for name, options in refused:
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            from_logits(backend, needed | options)
+    with pytest.raises(ValueError, match="^entropy: "):
+        gk.grpo_loss(INPUTS["old_logps"], ADVANTAGES, backend=backend, **needed | {"beta": 0.0})
 
 
 @pytest.mark.parametrize("estimator", [*KL_TERMS, "corrected k3"])
