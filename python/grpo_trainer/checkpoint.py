@@ -21,9 +21,16 @@ STATE = "trainer.pt"
 
 
 def save(
-    folder: Path, step: int, keep: int, model: Any, tokenizer: Any, optimizer: torch.optim.Optimizer, schedule: Any, progress: dict[str, Any]
+    folder: Path,
+    keep: int,
+    model: Any,
+    tokenizer: Any,
+    optimizer: torch.optim.Optimizer,
+    schedule: Any,
+    progress: dict[str, Any],
 ) -> Path:
-    """Writes `folder`/step-000000 and deletes all but the newest `keep`. A kill at any moment leaves the older ones usable."""
+    """Writes `folder`/step-<progress["step"]> and deletes all but the newest `keep`; a kill at any moment leaves the older ones usable."""
+    step = progress["step"]
     final, draft = folder / f"step-{step:06d}", folder / f"draft-{step:06d}"
     for path in folder.glob("draft-*"):
         shutil.rmtree(path)
@@ -65,10 +72,10 @@ def restore(path: Path, optimizer: torch.optim.Optimizer, schedule: Any) -> dict
 
 def random_state() -> dict[str, Any]:
     """Of every generator that sampling, a task or a reward function may draw from."""
-    name, keys, *rest = numpy.random.get_state()
+    name, keys, *rest = numpy.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
-        "numpy": [name, keys.tolist(), *rest],  # type: ignore[union-attr]
+        "numpy": [name, numpy.asarray(keys).tolist(), *rest],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }

@@ -42,7 +42,7 @@ class Config:
     rewards: tuple[str, ...] = option(
         ("verifier",),
         "'verifier' (the data set's own score of what stands between <answer> tags) or module:function, called as "
-        "function(prompts=..., completions=..., completion_ids=..., answer=..., **other columns) and returning a number for each completion",
+        "function(prompts=..., completions=..., completion_ids=..., answer=..., **other columns), returning a number for each completion",
     )
     reward_weights: tuple[float, ...] = option((), "one weight a reward; none: all 1")
     system_prompt: str | None = option(
@@ -64,7 +64,7 @@ class Config:
     epsilon_high: float | None = option(None, "upper clip range where it differs (0.28 in DAPO)")
     beta: float = option(0.0, "weight of the KL penalty to the start model; 0 as in most runs with a verifier")
     loss_options: dict[str, Any] = option({}, "further options of grpo_kernels.fused_grpo_loss, such as delta or entropy_coef")
-    scale_rewards: Literal["group", "batch", "none"] = option("group", "what advantages are divided by: std of the group, of the step, nothing")
+    scale_rewards: Literal["group", "batch", "none"] = option("group", "whose std advantages are divided by")
     track_kl: bool = option(False, "log the KL to the start model also at beta 0 (a second copy of the model and its forward)")
     one_pass: bool = option(True, "loss and gradient in one read of the logits; not for losses that need every log-probability first")
     inplace: bool = option(True, "the gradient takes the logits' memory; off for a model that keeps its logits for its own backward")
@@ -167,7 +167,7 @@ DEMO: dict[str, Any] = {
 QUICK_DEMO = DEMO | {"num_prompts": 4, "steps": 2, "eval_every": 1, "eval_size": 20, "save_every": 1, "output_dir": "runs/quick-demo"}
 
 # of fused_grpo_loss; the trainer gives these itself
-OWN_ARGUMENTS = {"num_items_in_batch", "num_sequences", "num_processes", "loss_scale", "old_logps", "ref_logps", "completion_mask", "backend"}
+OWN_ARGUMENTS = {"num_items_in_batch", "num_sequences", "num_processes", "loss_scale"} | {"old_logps", "ref_logps", "completion_mask"}
 
 
 def check(config: Config) -> None:
@@ -280,7 +280,7 @@ def _argument(f: Field[Any], hint: Any) -> dict[str, Any]:
 class _KeyValues(argparse.Action):
     """min_terms=2 name=abc -> {"min_terms": 2, "name": "abc"}: a value that reads as Python is taken as such, else it is text."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None) -> None:
         result = {}
         for pair in values:
             key, equals, text = pair.partition("=")

@@ -29,7 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 from grpo_trainer import checkpoint, report
 from grpo_trainer.config import Config
 from grpo_trainer.tasks import Entry, Problems
-from grpo_trainer.train import CHECKPOINTS, is_worked, train
+from grpo_trainer.train import CHECKPOINTS, train
 
 WARMUP = "warmup"
 SUMMARY = "summary.json"
@@ -108,7 +108,7 @@ def warm_up(config: Config, folder: Path) -> Path:
         if step % 10 == 0:
             bar.set_postfix_str(f"loss {loss.item():.3f}")
         if step % 100 == 0 or step == steps:
-            last = checkpoint.save(folder, step, 1, model, tokenizer, optimizer, schedule, {"step": step, "cursor": problems.cursor})
+            last = checkpoint.save(folder, 1, model, tokenizer, optimizer, schedule, {"step": step, "cursor": problems.cursor})
     bar.close()
     assert last is not None
     return last
@@ -116,9 +116,10 @@ def warm_up(config: Config, folder: Path) -> Path:
 
 def make_tokenizer() -> Any:
     """Words, signs, tags and whole numbers, each with the blank before it, so that decoding gives back the text."""
-    words = "State the final answer to the following arithmetic problem:".split()
+    words = ["State", "the", "final", "answer", "to", "the", "following", "arithmetic", "problem:"]
     tokens = ["<pad>", "<eos>", "<unk>", "State", *(f" {word}" for word in words[1:])]
-    tokens += ["<think>", " </think>", "<answer>", " <answer>", " </answer>", " +", " -", " =", *(f" {number}" for number in range(-99, 100))]
+    tokens += ["<think>", " </think>", "<answer>", " <answer>", " </answer>", " +", " -", " ="]
+    tokens += [f" {number}" for number in range(-99, 100)]
     vocabulary = {token: index for index, token in enumerate(dict.fromkeys(tokens))}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r" -?\d+| ?[^\s\d]+"), "isolated")
@@ -177,7 +178,7 @@ def table(evaluations: list[dict[str, Any]], before: dict[str, Any], after: dict
         lines.append(f"  {old['question'].partition(': ')[2]} {old['answer']}")
         for name, record in (("before", old), ("after", new)):
             lines.append(f"    {name:7} {'right' if record['score'] == 1 else 'wrong'}  {record['completion']}")
-    lines += ["", f"  {len(evaluations) and sum(r['step'] == 0 for r in evaluations)} held-out problems, greedy {'before':>10} {'after':>10}"]
+    lines += ["", f"  {'all held-out problems, greedy':32} {'before':>10} {'after':>10}"]
     for label, key, form in (
         ("right answers (verifier)", "accuracy", "10.1%"),
         ("worked answers", "worked", "10.1%"),

@@ -11,8 +11,8 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")  # no display is needed, nor opened
-from matplotlib import pyplot  # noqa: E402
-from matplotlib.ticker import MaxNLocator  # noqa: E402
+from matplotlib import pyplot
+from matplotlib.ticker import MaxNLocator
 
 METRICS, EVALUATIONS, PICTURE = "metrics.jsonl", "evaluations.jsonl", "reward.png"
 

@@ -132,11 +132,13 @@ class Sampler:
     def texts(self, rollout: Rollout) -> list[str]:
         ids = rollout.completion_ids.tolist()  # host sync: rewards read text
         return self.tokenizer.batch_decode(
-            [row[:length] for row, length in zip(ids, rollout.completion_lengths)], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            [row[:length] for row, length in zip(ids, rollout.completion_lengths)],
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
         )
 
     def logits(self, model: Any, rollout: Rollout) -> Tensor:
-        """(B, T + 1, V): position t predicts completion token t, the last predicts nothing; not sliced, which would copy in the backward."""
+        """(B, T + 1, V): position t predicts completion token t, the last nothing; unsliced, since a slice copies in the backward."""
         prompt_ids, completion_ids = rollout.prompt_ids, rollout.completion_ids
         prompt_mask = left_mask(rollout.prompt_lengths, prompt_ids.shape[1], prompt_ids.device)
         mask = torch.cat([prompt_mask, rollout.completion_mask()], 1).long()

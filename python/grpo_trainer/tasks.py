@@ -88,7 +88,9 @@ class Problems:
 def gym_task(config: Config, seed: int, size: int = SEED_STRIDE) -> Task:
     """A reasoning-gym data set. `size` costs nothing: problems are made when they are asked for."""
     if config.task not in DATASETS:
-        raise ValueError(f"--task: reasoning-gym has no data set {config.task!r}; it has {', '.join(sorted(DATASETS))} (or name a .jsonl file)")
+        raise ValueError(
+            f"--task: reasoning-gym has no data set {config.task!r} (nor does .jsonl end it); it has {', '.join(sorted(DATASETS))}"
+        )
     known = {f.name for f in fields(DATASETS[config.task][1])} - {"seed"}
     unknown = config.task_options.keys() - known
     if unknown:
@@ -121,8 +123,9 @@ class JsonLines:
             entry = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"--task: line {number} of {name} is not JSON: {error}") from error
-        if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str) or not isinstance(entry.get("answer"), (str, int, float)):
-            raise ValueError(f"--task: line {number} of {name}: expected an object with a text prompt and an answer, got {line.strip()[:200]}")
+        fields = entry if isinstance(entry, dict) else {}
+        if not isinstance(fields.get("prompt"), str) or not isinstance(fields.get("answer"), (str, int, float)):
+            raise ValueError(f"--task: line {number} of {name}: expected an object with a text prompt and an answer, got {line[:200]!r}")
         return {**entry, "question": entry["prompt"], "answer": str(entry["answer"])}
 
     def __len__(self) -> int:
@@ -189,7 +192,7 @@ def load_reward(name: str) -> Reward:
     try:
         reward = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"--rewards: cannot import {name!r} ({error}); it is looked for in the current folder and the installed packages") from error
+        raise ValueError(f"--rewards: cannot import {name!r} from the current folder or the installed packages: {error}") from error
     if not callable(reward):
         raise ValueError(f"--rewards: {name!r} is a {type(reward).__name__}, expected a function")
     return reward

@@ -31,7 +31,7 @@ from grpo_kernels import fused_grpo_loss, group_advantages, grpo_metrics, token_
 from grpo_trainer import checkpoint, report
 from grpo_trainer.config import Config, check
 from grpo_trainer.rollout import Prompts, Rollout, Sampler
-from grpo_trainer.tasks import Entry, Problems, Scorer
+from grpo_trainer.tasks import Problems, Scorer
 
 CHECKPOINTS = "checkpoints"
 
@@ -69,7 +69,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _learning_rate_factor(config))
     # One optimiser step a rollout samples from the very policy that it trains: the ratio is exactly 1 and needs no old log-probabilities.
     on_policy = config.num_iterations * len(windows) == 1
-    progress = {"step": 0, "optimizer_step": 0, "cursor": 0, "seconds": 0.0}
+    progress = {"step": 0, "optimizer_step": 0, "cursor": 0}
 
     if start_from is not None:
         progress = checkpoint.restore(start_from, optimizer, schedule)
@@ -78,8 +78,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
     else:
         _new_run(output, config, anew=resume or config.overwrite)
         if config.eval_size:
-            record = {"step": 0} | _evaluate(sampler, prompts, problems, config, step=0)
-            report.append(output / report.METRICS, [record])
+            report.append(output / report.METRICS, [{"step": 0, **_evaluate(sampler, prompts, problems, config, step=0)}])
 
     bar = tqdm(range(progress["step"] + 1, config.steps + 1), initial=progress["step"], total=config.steps, unit="step", dynamic_ncols=True)
     for step in bar:
@@ -126,7 +125,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
             progress["optimizer_step"] += 1
 
         seconds = time.perf_counter() - started
-        record = {
+        record: dict[str, Any] = {
             "step": step,
             "optimizer_step": progress["optimizer_step"],
             **_reward_statistics(rewards, each_reward, config.num_generations),
@@ -139,7 +138,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
         }
         if reference is None:
             record["kl"] = None  # nothing was measured
-        progress |= {"step": step, "cursor": problems.cursor, "seconds": progress["seconds"] + seconds}
+        progress |= {"step": step, "cursor": problems.cursor}
         bar.set_postfix_str(
             f"reward {record['reward']:.3f}, kl {'-' if record['kl'] is None else format(record['kl'], '.4f')}, "
             f"clip {record['clip_ratio/region_mean']:.3f}, {record['tokens_per_second']:.0f} tokens/s"
@@ -151,9 +150,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
         if last or step % config.eval_every == 0:
             report.picture(output, _title(config))
         if last or step % config.save_every == 0:
-            checkpoint.save(
-                output / CHECKPOINTS, step, config.keep_checkpoints, policy, tokenizer, optimizer, schedule, progress
-            )
+            checkpoint.save(output / CHECKPOINTS, config.keep_checkpoints, policy, tokenizer, optimizer, schedule, progress)
     bar.close()
     return report.read(output / report.METRICS)[-1]
 
@@ -170,12 +167,13 @@ class StepSums:
     def add(self, metrics: dict[str, Tensor], tokens: int) -> None:
         self.tokens += tokens
         for name, value in metrics.items():
+            before = self.sums.get(name)
             if name.endswith("_min"):
-                self.sums[name] = torch.minimum(self.sums.get(name, value), value)
+                self.sums[name] = value if before is None else torch.minimum(before, value)
             elif name.endswith("_max"):
-                self.sums[name] = torch.maximum(self.sums.get(name, value), value)
+                self.sums[name] = value if before is None else torch.maximum(before, value)
             else:
-                self.sums[name] = self.sums.get(name, 0) + tokens * value
+                self.sums[name] = tokens * value + (0 if before is None else before)
 
     def add_step(self, grad_norm: Tensor) -> None:
         self.grad_norm = self.grad_norm + grad_norm
@@ -203,7 +201,7 @@ def load_model(source: str | Path, config: Config, tokenizer: Any) -> Any:
     not 1, and the KL to an identical reference is not 0.
     """
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation=config.attn_implementation)
+        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation=config.attn_implementation)
     except Exception as error:
         raise ValueError(f"--model: {str(source)!r} cannot be loaded as a causal language model: {error}") from error
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -212,10 +210,9 @@ def load_model(source: str | Path, config: Config, tokenizer: Any) -> Any:
             f"--max-prompt-length, --max-completion-length: {config.max_prompt_length} + {config.max_completion_length} tokens, "
             f"but {config.model} has {positions} positions"
         )
-    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        raise ValueError(
-            f"--model: the tokenizer of {config.model} has {len(tokenizer)} tokens, its model only {model.get_input_embeddings().num_embeddings}"
-        )
+    known = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > known:
+        raise ValueError(f"--model: the tokenizer of {config.model} has {len(tokenizer)} tokens, its model only {known}")
     for parameter in model.parameters():  # out of the mapped file, whose alignment would otherwise decide which kernels run
         parameter.data = parameter.data.clone()
     return model.to(config.resolved_device()).eval()

@@ -60,8 +60,16 @@ def make_model(architecture: str) -> Any:
             GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5, **common)
         )
     return LlamaForCausalLM(
-        LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=64,
-                    attention_dropout=0.5, initializer_range=0.2, **common)  # fmt: skip
+        LlamaConfig(
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=64,
+            attention_dropout=0.5,
+            initializer_range=0.2,
+            **common,
+        )
     )
 
 

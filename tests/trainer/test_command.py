@@ -40,13 +40,12 @@ def test_help_names_every_setting_with_its_default_and_needs_no_model() -> None:
 
 
 def test_flags_become_settings() -> None:
-    given = vars(
-        parser().parse_args(
-            "--model m --task chain_sum --task-options min_terms=2 allow_negation=true name=x=y --rewards verifier a.b:c "
-            "--reward-weights 1 0.5 --no-inplace --mask-truncated --epsilon-high 0.28 --loss-options delta=4.0 dual-clip=none "
-            "--attn-implementation eager --seed 7".split()
-        )
+    line = (
+        "--model m --task chain_sum --task-options min_terms=2 allow_negation=true name=x=y --rewards verifier a.b:c "
+        "--reward-weights 1 0.5 --no-inplace --mask-truncated --epsilon-high 0.28 --loss-options delta=4.0 dual-clip=none "
+        "--attn-implementation eager --seed 7"
     )
+    given = vars(parser().parse_args(line.split()))
     config = Config(**given)
     assert config.task_options == {"min_terms": 2, "allow_negation": True, "name": "x=y"}
     assert config.loss_options == {"delta": 4.0, "dual_clip": None}
@@ -81,9 +80,7 @@ def test_one_line_for_what_cannot_work(capsys: pytest.CaptureFixture[str], argum
     assert message in failed(capsys, *arguments.split())
 
 
-def test_missing_flash_attention_is_said_before_anything_loads(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_flash_attention_is_said_before_anything_loads(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 
     if importlib.util.find_spec("flash_attn") is not None:
@@ -96,7 +93,7 @@ def test_missing_flash_attention_is_said_before_anything_loads(
 
     for kind in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
         monkeypatch.setattr(kind, "from_pretrained", loaded)
-    said = failed(capsys, *"--model m --task chain_sum --attn-implementation flash_attention_2".split())
+    said = failed(capsys, "--model", "m", "--task", "chain_sum", "--attn-implementation", "flash_attention_2")
     assert "--attn-implementation: flash_attention_2 needs the flash-attn package, which is not installed" in said
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,6 @@ from grpo_trainer.__main__ import main
 from grpo_trainer.config import DEMO, Config
 from grpo_trainer.tasks import Problems
 from grpo_trainer.train import is_worked
-
-EXPRESSION = "State the final answer to the following arithmetic problem: 3 + 4 - 9 ="
 
 
 def entry_of(config: Config) -> Problems:
@@ -84,7 +81,9 @@ def test_quick_demo_writes_everything_and_repeats(tmp_path: Path, capsys: pytest
     assert ends[0].read_bytes() == ends[1].read_bytes()
 
 
-def test_interrupted_warm_up_resumes_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: Callable[..., Config]) -> None:
+def test_interrupted_warm_up_resumes_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: Callable[..., Config]
+) -> None:
     monkeypatch.setattr(demo, "QUICK_STEPS", 102)
     monkeypatch.setattr(demo, "BATCH", 2)
     config = Config(**DEMO, quick=True, demo=True)

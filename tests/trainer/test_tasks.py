@@ -99,7 +99,7 @@ def test_all_problems_held_out_leaves_none_to_train_on(settings: Settings, tmp_p
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"task": "no_such_task"}, "--task: reasoning-gym has no data set 'no_such_task'; it has .*chain_sum"),
+        ({"task": "no_such_task"}, "--task: reasoning-gym has no data set 'no_such_task' .*; it has .*chain_sum"),
         ({"task": "missing.jsonl"}, "--task: there is no file missing.jsonl"),
         ({"task_options": {"max_trems": 3}}, "--task-options: chain_sum has no option max_trems; it has .*max_terms"),
         ({"task_options": {"min_terms": 5, "max_terms": 3}}, "--task-options: chain_sum refuses .*max_terms must be >= min_terms"),
