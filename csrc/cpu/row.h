@@ -1,107 +1,154 @@
 // One row of logits, in two sweeps: statistics, then gradient. Every entry point composes these, so a row's log-probability has
 // the same bits whichever asked for it.
 //
-// A row is a sequence of packs of 2^6 vectors. A pack starts at a fixed column whatever the address, and is short enough that its
-// second look (maximum first, then exponentials) comes from the L1 cache. Only the last may be partial: it is padded with -inf.
+// A row is a sequence of packs of 64 vectors. A pack starts at a fixed column whatever the address, and is short enough that its
+// second look (first its maximum, then exponentials) comes from the L1 cache. Only the last may be partial: it is padded with -inf.
 //
-// float32 gradients are as wide as the exponentials, so the first sweep leaves those where the gradient will stand, and the second
-// only multiplies them. Each pack keeps the maxima that its exponentials were taken against.
+// The one pass keeps the exponentials that the first sweep made, so that the second only multiplies: two thirds of the time of
+// computing them again.
 #pragma once
 
 #include <cmath>
 
+#include "cpu/exponential.h"
 #include "cpu/storage.h"
 #include "online_softmax.h"
 
 namespace grpo {
 inline namespace GRPO_ISA {
 
-constexpr int kPack = 64 * kLanes;
-constexpr int kGroup = 8 * kLanes;
+constexpr int kGroupVectors = kLanes == 16 ? 16 : 8;  // summed as a tree, in registers
+constexpr int kGroup = kGroupVectors * kLanes;
 constexpr int kPair = 2 * kLanes;
+constexpr int kPack = 64 * kLanes;
 
-constexpr double kLog2e = 1.4426950408889634, kLn2 = 0.6931471805599453;
+// The hardware follows one stream of logits well, but loses it when exponentials and gradients are written beside: without this, a
+// bfloat16 row waited 12 us of 60 for memory.
+constexpr int kPrefetchBytes = 4096;
+template <int bytes>
+inline void prefetch(const void* p) {
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + kPrefetchBytes + i);
+}
 
-inline int64_t packs(int64_t vocab) { return (vocab + kPack - 1) / kPack; }
-
-// Calls visit(index, in, out, columns) for each pack. The last one is padded to whole groups in a buffer; of what visit writes there
-// only the row's own columns are copied out. `out` may be `in`, or null.
+// Calls visit(pack, in, out, columns) for each pack. The last one is padded to whole groups in a buffer; of what visit writes there
+// only the row's own columns are copied out. `out` may be `in`; either may be null.
 template <class Storage, class Visit>
 inline void for_each_pack(const typename Storage::Element* in, typename Storage::Element* out, int64_t vocab, Visit visit) {
     const int64_t whole = vocab / kPack;
-    for (int64_t i = 0; i < whole; i++) visit(i, in + i * kPack, out ? out + i * kPack : nullptr, kPack);
+    for (int64_t i = 0; i < whole; i++) visit(i, in ? in + i * kPack : nullptr, out ? out + i * kPack : nullptr, kPack);
     const int rest = int(vocab - whole * kPack);
     if (rest == 0) return;
     typename Storage::Element buffer[kPack];
     const int columns = (rest + kGroup - 1) / kGroup * kGroup;
-    std::memcpy(buffer, in + whole * kPack, rest * sizeof *in);
-    for (int i = rest; i < columns; i++) buffer[i] = Storage::kMinusInf;
+    if (in) std::memcpy(buffer, in + whole * kPack, rest * sizeof *in);
+    for (int i = in ? rest : 0; i < columns; i++) buffer[i] = Storage::kMinusInf;
     visit(whole, buffer, buffer, columns);
     if (out) std::memcpy(out + whole * kPack, buffer, rest * sizeof *out);
 }
 
+// Where a row's exponentials are kept between the sweeps, as floats in the order that its Storage loads, and the maxima that each
+// pack took them against. float32: in the place of the gradient, but for the last pack, which is padded. 16-bit dtypes: in a scratch
+// row of the thread's own, which stays in its L2 cache.
+template <class Storage>
+class Exponentials {
+    using Element = typename Storage::Element;
+    static constexpr bool kInPlace = sizeof(Element) == sizeof(float);
+    static int64_t packs(int64_t vocab) { return vocab / kPack + 1; }
+
+  public:
+    static int64_t scratch_floats(int64_t vocab) { return packs(vocab) * kLanes + (kInPlace ? 1 : packs(vocab)) * kPack; }
+
+    Exponentials(float* scratch, Element* dlogits, int64_t vocab) : count_(vocab / kPack), maxima_(scratch) {
+        float* exponentials = scratch + packs(vocab) * kLanes;
+        if constexpr (kInPlace) {
+            whole_packs_ = dlogits;
+            last_pack_ = exponentials;
+        } else {
+            whole_packs_ = exponentials;
+            last_pack_ = exponentials + vocab / kPack * kPack;
+        }
+    }
+
+    float* maxima(int64_t pack) const { return maxima_ + pack * kLanes; }
+    float* pack(int64_t pack) const { return pack < count_ ? whole_packs_ + pack * kPack : last_pack_; }
+
+  private:
+    int64_t count_;  // of whole packs
+    float *maxima_, *whole_packs_, *last_pack_;
+};
+
+// One pack into the running statistics; with `kept`, its exponentials go there. Not inlined, so that the loops have the registers to
+// themselves and are there once for whole and padded packs.
+template <class Storage, bool keeps>
+[[gnu::noinline]] void push_pack(OnlineSoftmax<Vec>& row_softmax, const Exponential<Vec>& row_exp, const typename Storage::Element* in,
+                                 int columns, int64_t pack, [[maybe_unused]] const Exponentials<Storage>* kept) {
+    OnlineSoftmax<Vec> softmax = row_softmax;  // copies: a store to what is kept might alias the originals
+    const Exponential<Vec> exp = row_exp;
+
+    Vec a, b, max_a = softmax.max, max_b = softmax.max;
+    for (int i = 0; i < columns; i += kPair) {
+        Storage::load2(in + i, a, b);
+        max_a = maximum(a, max_a);
+        max_b = maximum(b, max_b);
+    }
+    softmax.raise(maximum(max_a, max_b), exp);
+
+    [[maybe_unused]] float* out = nullptr;
+    if constexpr (keeps) {
+        store(kept->maxima(pack), softmax.max);
+        out = kept->pack(pack);
+    }
+    Vec weighted_a{}, weighted_b{};
+    for (int i = 0; i < columns; i += kGroup) {
+        Vec e[kGroupVectors];
+#pragma GCC unroll 16
+        for (int k = 0; k < kGroupVectors; k += 2) {
+            Vec x_a, x_b;
+            Storage::load2(in + i + k * kLanes, a, b);
+            prefetch<kPair * sizeof *in>(in + i + k * kLanes);
+            e[k] = exp(a, softmax.max, x_a);
+            e[k + 1] = exp(b, softmax.max, x_b);
+            weighted_a += x_a * e[k];
+            weighted_b += x_b * e[k + 1];
+            if constexpr (keeps) Float32::store2(out + i + k * kLanes, e[k], e[k + 1]);
+        }
+#pragma GCC unroll 4
+        for (int half = kGroupVectors / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+            for (int k = 0; k < half; k++) e[k] += e[k + half];
+        softmax.sum.add(e[0]);
+    }
+    softmax.weighted.add(weighted_a + weighted_b);
+    row_softmax = softmax;
+}
+
 struct RowStats {
     float max;
-    double log_sum;  // of exp((z - max) / temperature); NaN for a degenerate row
+    float log_sum;  // of exp((z - max) / temperature); NaN for a degenerate row
     float logp, entropy;
     float chosen;  // the logit of token_id, for a gradient that has overwritten it
 };
 
-struct KeepNothing {
-    static constexpr bool kExponentials = false;
-};
-struct KeepExponentials {  // in `out`, with each pack's maxima in `maxima`, a vector a pack
-    static constexpr bool kExponentials = true;
-    float* out;
-    float* maxima;
-};
-
 // NaN for a row that holds NaN or +inf, or nothing but -inf.
-template <class Storage, class Keep>
-inline RowStats row_stats(const typename Storage::Element* logits, int64_t vocab, int64_t token_id, float temperature, Keep keep) {
+template <class Storage, bool keeps>
+inline RowStats row_stats(const typename Storage::Element* logits, int64_t vocab, int64_t token_id, float temperature,
+                          const Exponentials<Storage>* kept) {
     const bool valid = token_id >= 0 && token_id < vocab;
-    const float chosen = valid ? read<Storage>(logits + token_id) : 0.0f;  // before anything is written over it
-    const Vec scale = broadcast(float(kLog2e / double(temperature)));
+    const float nan = __builtin_nanf(""), chosen = valid ? read<Storage>(logits + token_id) : nan;
+    const Exponential<Vec> exp(temperature);
     OnlineSoftmax<Vec> softmax;
-
-    typename Storage::Element* out = nullptr;
-    if constexpr (Keep::kExponentials) out = keep.out;
-    for_each_pack<Storage>(logits, out, vocab, [&](int64_t pack, const auto* in, [[maybe_unused]] auto* kept, int columns) {
-        Vec a, b, max_a = softmax.max, max_b = softmax.max;
-        for (int i = 0; i < columns; i += kPair) {
-            Storage::load2(in + i, a, b);
-            max_a = maximum(a, max_a);
-            max_b = maximum(b, max_b);
-        }
-        softmax.raise(maximum(max_a, max_b), scale);
-        if constexpr (Keep::kExponentials) store(keep.maxima + pack * kLanes, softmax.max);
-
-        for (int i = 0; i < columns; i += kGroup) {
-            Vec e[8], weighted{};
-            for (int k = 0; k < 8; k += 2) {
-                Storage::load2(in + i + k * kLanes, a, b);
-                const Vec t_a = exponent(a, softmax.max, scale), t_b = exponent(b, softmax.max, scale);
-                e[k] = fast_exp2(t_a);
-                e[k + 1] = fast_exp2(t_b);
-                weighted += t_a * e[k];
-                weighted += t_b * e[k + 1];
-                if constexpr (Keep::kExponentials) Storage::store2(kept + i + k * kLanes, e[k], e[k + 1]);
-            }
-            softmax.add(((e[0] + e[1]) + (e[2] + e[3])) + ((e[4] + e[5]) + (e[6] + e[7])), weighted);
-        }
+    for_each_pack<Storage>(logits, nullptr, vocab, [&](int64_t pack, const auto* in, auto*, int columns) {
+        push_pack<Storage, keeps>(softmax, exp, in, columns, pack, kept);
     });
 
     const float max = highest(softmax.max);
-    softmax.raise(broadcast(max), scale);
+    softmax.raise(broadcast(max), exp);
     const double sum = total(softmax.sum.value) + total(softmax.sum.error);
     const double weighted = total(softmax.weighted.value) + total(softmax.weighted.error);
-    if (!(sum > 0.0) || std::isnan(weighted)) {
-        const float nan = __builtin_nanf("");
-        return {max, nan, nan, nan, nan};
-    }
-    const double log_sum = std::log(sum), entropy = log_sum - kLn2 * weighted / sum;
-    const float logp = valid ? float((double(chosen) - max) / temperature - log_sum) : __builtin_nanf("");
-    return {max, log_sum, logp, float(entropy), chosen};
+    if (!(sum > 0.0) || std::isnan(weighted)) return {max, nan, nan, nan, nan};
+    const double log_sum = std::log(sum), entropy = log_sum - exp.nats * weighted / sum;
+    const double logp = (double(chosen) - max) / temperature - log_sum;
+    return {max, float(log_sum), float(logp), float(entropy), chosen};
 }
 
 // dlogits_j = (a (1[j = y] - p_j) - b p_j (log p_j + H)) / temperature, with a = dloss / dlogp and b = dloss / dentropy.
@@ -111,10 +158,9 @@ struct RowGrad {
     float temperature;
     int64_t token_id;
 
-    // -(a + b (log p + H)) p / temperature = (base + slope t) 2^t
+    // -(a + b (log p + H)) p / temperature = (base + slope x) exp(x nats), where x nats = (z - max) / temperature
     float base() const { return float(-(a + b * (double(entropy) - log_sum)) * std::exp(-double(log_sum)) / temperature); }
-    float slope() const { return float(-b * kLn2 * std::exp(-double(log_sum)) / temperature); }
-    float scale() const { return float(kLog2e / double(temperature)); }
+    float slope(double nats) const { return float(-b * nats * std::exp(-double(log_sum)) / temperature); }
 
     // 1 - p by expm1: near p = 1 the difference would have no digits left.
     float at_target(float logit) const {
@@ -128,32 +174,36 @@ struct RowGrad {
 template <class Storage>
 inline void row_grad(const typename Storage::Element* logits, typename Storage::Element* dlogits, int64_t vocab, const RowGrad& grad) {
     const float target = grad.at_target(read<Storage>(logits + grad.token_id));
-    const Vec max = broadcast(grad.max), scale = broadcast(grad.scale()), base = broadcast(grad.base()), slope = broadcast(grad.slope());
-    // A polynomial of degree 4 is exact enough where the result is rounded to 16 bits.
-    constexpr int degree = sizeof(typename Storage::Element) == 2 ? 4 : 5;
+    const Exponential<Vec> exp(grad.temperature);
+    const Vec max = broadcast(grad.max), base = broadcast(grad.base()), slope = broadcast(grad.slope(exp.nats));
     for_each_pack<Storage>(logits, dlogits, vocab, [&](int64_t, const auto* in, auto* out, int columns) {
         for (int i = 0; i < columns; i += kPair) {
-            Vec a, b;
+            Vec a, b, x_a, x_b;
             Storage::load2(in + i, a, b);
-            const Vec t_a = exponent(a, max, scale), t_b = exponent(b, max, scale);
-            Storage::store2(out + i, fast_exp2<degree>(t_a) * (base + slope * t_a), fast_exp2<degree>(t_b) * (base + slope * t_b));
+            const Vec e_a = exp(a, max, x_a), e_b = exp(b, max, x_b);
+            Storage::store2(out + i, e_a * (base + slope * x_a), e_b * (base + slope * x_b));
         }
     });
     write<Storage>(dlogits + grad.token_id, target);
 }
 
-// From the exponentials that row_stats kept in `dlogits`; b = 0. `chosen` is the target's logit, which they overwrote.
-inline void row_grad_from_exponentials(float* dlogits, const float* maxima, int64_t vocab, float chosen, const RowGrad& grad) {
-    const Vec max = broadcast(grad.max), scale = broadcast(grad.scale()), base = broadcast(grad.base());
-    for_each_pack<Float32>(dlogits, dlogits, vocab, [&](int64_t pack, const float* in, float* out, int columns) {
-        const Vec factor = base * fast_exp2(exponent(load<Vec>(maxima + pack * kLanes), max, scale));
+// From the exponentials that row_stats kept, where b = 0. `chosen` is the target's logit, overwritten by now.
+template <class Storage>
+inline void row_grad(const Exponentials<Storage>& kept, typename Storage::Element* dlogits, int64_t vocab, float chosen,
+                     const RowGrad& grad) {
+    const Exponential<Vec> exp(grad.temperature);
+    const Vec max = broadcast(grad.max), base = broadcast(grad.base());
+    for_each_pack<Storage>(nullptr, dlogits, vocab, [&](int64_t pack, const auto*, auto* out, int columns) {
+        Vec exponent;
+        const Vec factor = base * exp(load<Vec>(kept.maxima(pack)), max, exponent);
+        const float* in = kept.pack(pack);
         for (int i = 0; i < columns; i += kPair) {
             Vec a, b;
             Float32::load2(in + i, a, b);
-            Float32::store2(out + i, a * factor, b * factor);
+            Storage::store2(out + i, a * factor, b * factor);
         }
     });
-    write<Float32>(dlogits + grad.token_id, grad.at_target(chosen));
+    write<Storage>(dlogits + grad.token_id, grad.at_target(chosen));
 }
 
 template <class Storage>

@@ -33,20 +33,20 @@ Element* row_at(const Shape& shape, const Rows& rows, int64_t row) {
     return static_cast<Element*>(rows.data) + batch * rows.batch_stride + time * rows.time_stride;
 }
 
-// A vector of maxima a pack, for every thread.
-class Maxima {
+// A stretch of floats for every thread, from a cache line on.
+class Scratch {
   public:
-    Maxima(int64_t vocab, int num_threads) : stride_(packs(vocab) * kLanes) {
-        data_ = static_cast<float*>(std::malloc(sizeof(float) * (stride_ * num_threads + 1)));
+    Scratch(int64_t floats, int num_threads) : floats_((floats + 15) / 16 * 16) {
+        data_ = static_cast<float*>(std::aligned_alloc(64, sizeof(float) * floats_ * num_threads));
         if (!data_) throw std::bad_alloc();
     }
-    ~Maxima() { std::free(data_); }
-    Maxima(const Maxima&) = delete;
-    Maxima& operator=(const Maxima&) = delete;
-    float* of_this_thread() const { return data_ + stride_ * omp_get_thread_num(); }
+    ~Scratch() { std::free(data_); }
+    Scratch(const Scratch&) = delete;
+    Scratch& operator=(const Scratch&) = delete;
+    float* of_this_thread() const { return data_ + floats_ * omp_get_thread_num(); }
 
   private:
-    int64_t stride_;
+    int64_t floats_;
     float* data_;
 };
 
@@ -54,7 +54,7 @@ void store_stats(const RowOutputs& out, int64_t row, const RowStats& stats) {
     out.logps[row] = stats.logp;
     out.entropy[row] = stats.entropy;
     if (out.row_max) out.row_max[row] = stats.max;
-    if (out.log_sum) out.log_sum[row] = float(stats.log_sum);
+    if (out.log_sum) out.log_sum[row] = stats.log_sum;
 }
 
 bool is_active(const uint8_t* active, int64_t row) { return !active || active[row]; }
@@ -65,7 +65,7 @@ void logprobs_forward(const Shape& shape, const Rows& logits, const Targets& tar
         for_each_row(shape.batch * shape.time, shape.vocab, num_threads, [&](int64_t row) {
             if (!is_active(targets.active, row)) return store_stats(out, row, RowStats{});
             const auto* z = row_at<typename Storage::Element>(shape, logits, row);
-            store_stats(out, row, row_stats<Storage>(z, shape.vocab, targets.token_ids[row], targets.temperature[row], KeepNothing{}));
+            store_stats(out, row, row_stats<Storage, false>(z, shape.vocab, targets.token_ids[row], targets.temperature[row], nullptr));
         });
     });
 }
@@ -98,10 +98,10 @@ void logprobs_backward(const Shape& shape, const Rows& logits, const Targets& ta
 
 void loss_and_grad(const Shape& shape, const Rows& logits, const Targets& targets, const TokenInputs& in, const ObjectiveParams& params,
                    const RowOutputs& stats_out, const TokenOutputs& loss_out, const Rows& dlogits, int num_threads) {
-    const Maxima maxima(shape.vocab, num_threads);
     with_storage(shape.dtype, [&](auto storage) {
         using Storage = decltype(storage);
         using Element = typename Storage::Element;
+        const Scratch scratch(Exponentials<Storage>::scratch_floats(shape.vocab), num_threads);
         for_each_row(shape.batch * shape.time, shape.vocab, num_threads, [&](int64_t row) {
             auto* dz = row_at<Element>(shape, dlogits, row);
             if (!is_active(targets.active, row)) {
@@ -112,14 +112,11 @@ void loss_and_grad(const Shape& shape, const Rows& logits, const Targets& target
             const auto* z = row_at<Element>(shape, logits, row);
             const int64_t id = targets.token_ids[row];
             const float temperature = targets.temperature[row], dentropy = in.entropy_weights ? -in.entropy_weights[row] : 0.0f;
-            // The entropy's gradient needs the exponents beside the exponentials: then the logits are read again.
-            const bool keep = std::is_same_v<Storage, Float32> && dentropy == 0.0f;
-
-            RowStats stats;
-            if constexpr (std::is_same_v<Storage, Float32>) {
-                if (keep) stats = row_stats<Storage>(z, shape.vocab, id, temperature, KeepExponentials{dz, maxima.of_this_thread()});
-            }
-            if (!keep) stats = row_stats<Storage>(z, shape.vocab, id, temperature, KeepNothing{});
+            // The entropy's gradient needs exponents beside exponentials: then the logits are read again.
+            const bool keep = dentropy == 0.0f;
+            const Exponentials<Storage> kept(scratch.of_this_thread(), dz, shape.vocab);
+            const RowStats stats = keep ? row_stats<Storage, true>(z, shape.vocab, id, temperature, &kept)
+                                        : row_stats<Storage, false>(z, shape.vocab, id, temperature, nullptr);
             store_stats(stats_out, row, stats);
 
             const TokenLoss token = token_objective(load_token(in, row, stats.logp, stats.entropy), params);
@@ -127,10 +124,8 @@ void loss_and_grad(const Shape& shape, const Rows& logits, const Targets& target
 
             if (std::isnan(stats.logp)) return fill_row<Storage>(dz, shape.vocab, Storage::kNan);
             if (token.dlogp == 0.0f && dentropy == 0.0f) return fill_row<Storage>(dz, shape.vocab, 0);
-            const RowGrad grad = {token.dlogp, dentropy, stats.max, float(stats.log_sum), stats.entropy, temperature, id};
-            if constexpr (std::is_same_v<Storage, Float32>) {
-                if (keep) return row_grad_from_exponentials(dz, maxima.of_this_thread(), shape.vocab, stats.chosen, grad);
-            }
+            const RowGrad grad = {token.dlogp, dentropy, stats.max, stats.log_sum, stats.entropy, temperature, id};
+            if (keep) return row_grad<Storage>(kept, dz, shape.vocab, stats.chosen, grad);
             row_grad<Storage>(z, dz, shape.vocab, grad);
         });
     });

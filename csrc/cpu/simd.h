@@ -1,6 +1,5 @@
 // A vector of floats as wide as the instruction set of this build has. The compiler's vector extension does the arithmetic, so the
-// same text is SSE2, AVX2, AVX-512 and NEON; intrinsics stand only where it cannot: a maximum with a defined answer to NaN, and
-// scaling by a power of two.
+// same text is SSE2, AVX2, AVX-512 and NEON; intrinsics stand only where it cannot: here a maximum with a defined answer to NaN.
 #pragma once
 
 #include <cfloat>
@@ -24,6 +23,8 @@ constexpr int kVectorBytes = 32;
 constexpr int kVectorBytes = 16;
 #endif
 constexpr int kLanes = kVectorBytes / 4;
+
+constexpr double kLog2e = 1.4426950408889634, kLn2 = 0.6931471805599453;
 
 typedef float Vec __attribute__((vector_size(kVectorBytes)));
 typedef uint32_t Bits __attribute__((vector_size(kVectorBytes)));
@@ -52,44 +53,6 @@ inline Vec maximum(Vec a, Vec b) {
     return (Vec)_mm_max_ps((__m128)a, (__m128)b);
 #else
     return a > b ? a : b;
-#endif
-}
-
-// The smallest exponent that occurs: 2 to it is exactly 0 below. A logit of -inf is held here, so that 0 times it stays 0.
-#if defined(__AVX512F__)
-constexpr float kLowestExponent = -200.0f;  // 2^-200 underflows to 0
-#else
-constexpr float kLowestExponent = -127.0f;  // the exponent field of 2^-127 is 0, its fraction too: 0
-#endif
-
-// 2^x for kLowestExponent <= x <= 0; exactly 1 at 0. Minimax polynomials of 2^f over |f| <= 1/2 with p(0) = 1, relative error
-// 1.1e-7 (degree 5) and 2.9e-6 (degree 4: enough where the result is rounded to 8 or 11 bits).
-template <int degree = 5>
-inline Vec fast_exp2(Vec x) {
-#if defined(__AVX512F__)
-    const Vec n = (Vec)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#else
-    const Vec shifted = x + 12582912.0f;  // 1.5 * 2^23: the low bits of the sum are x rounded to an integer
-    const Vec n = shifted - 12582912.0f;
-#endif
-    const Vec f = x - n;
-    Vec p;
-    if constexpr (degree == 5) {
-        p = f * 0.001326472731307149f + 0.009671512991189957f;
-        p = p * f + 0.05550733581185341f;
-        p = p * f + 0.24022242426872253f;
-        p = p * f + 0.6931470036506653f;
-    } else {
-        static_assert(degree == 4);
-        p = f * 0.009582852944731712f + 0.055906426161527634f;
-        p = p * f + 0.24024099111557007f;
-        p = p * f + 0.6931241750717163f;
-    }
-    p = p * f + 1.0f;
-#if defined(__AVX512F__)
-    return (Vec)_mm512_scalef_ps((__m512)p, (__m512)n);
-#else
-    return (Vec)((Bits)p + ((Bits)shifted << 23));
 #endif
 }
 
