@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_kernels import _C
+import grpo_kernels._C as _C
 
 __all__ = ["CpuBackend", "load"]
 
