@@ -71,7 +71,7 @@ def test_values_are_the_same_with_and_without_grad(backend, flags):
                 inputs["logits"], inputs["completion_ids"], mask=inputs["completion_mask"], backend=backend
             )
             from_logps = gk.grpo_loss(scored.logps, entropy=scored.entropy, **without_logits(inputs), **OPTIONS, backend=backend)
-            metrics = gk.grpo_metrics(out, mask)
+            metrics = gk.grpo_metrics(out, inputs["completion_mask"])
         assert not out.loss.requires_grad and all(value.isfinite() for value in metrics.values())
         # one pass and two passes: the same bits of everything per token
         assert all(same_bits(x, y) for x, y in zip(out[2:], expected[2:])) and same_bits(out.logps, scored.logps)
