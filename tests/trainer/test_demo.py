@@ -81,9 +81,7 @@ def test_quick_demo_writes_everything_and_repeats(tmp_path: Path, capsys: pytest
     assert ends[0].read_bytes() == ends[1].read_bytes()
 
 
-def test_interrupted_warm_up_resumes_with_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: Callable[..., Config]
-) -> None:
+def test_interrupted_warm_up_resumes_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "QUICK_STEPS", 102)
     monkeypatch.setattr(demo, "BATCH", 2)
     config = Config(**DEMO, quick=True, demo=True)
