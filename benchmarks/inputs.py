@@ -2,7 +2,7 @@
 
 The data keep every row at work and every answer comparable. In half the rows the target is one of many (log-prob -12), in half it has p
 near 0.4, as sampled tokens do. Log-ratios are +-0.1 or +-0.5: far enough from the clip edges that an implementation which rounds log-probs
-to bfloat16 (half a step there is 0.03) clips the same tokens. beta is not 0, so the gradient of a clipped row is not 0 either: no
+to bfloat16 (a step there is 0.06) clips the same tokens. beta is not 0, so the gradient of a clipped row is not 0 either: no
 implementation saves work on it.
 """
 
@@ -115,11 +115,12 @@ class WrongAnswer(AssertionError):
 def check(answer: Answer, expected: Answer, rounds_logps: bool) -> None:
     """Raises WrongAnswer, naming the figure. The error of a gradient is its largest over rows, each relative to that row's length.
 
-    `rounds_logps`: the implementation has its log-probs in bfloat16, whose half step is 0.03 at -12: a ratio is off by that share, and
-    the gradient of a clipped token, beta (1 - e^d), by up to 8 %. All others must be exact but for float32 and one final rounding.
+    `rounds_logps`: the implementation has its log-probs in bfloat16. A step is 0.0625 at -12, and PyTorch's log_softmax on a CPU is up to a
+    whole one off. So is a ratio, relatively, and the gradient of a clipped token, beta (1 - e^d), is off by 16 % at d = 0.5. All
+    others must be exact but for float32 and one final rounding.
     """
     if answer.logps is not None:
-        _within("logps", (answer.logps - expected.logps).abs().max(), 0.05 if rounds_logps else 1e-5)
+        _within("logps", (answer.logps - expected.logps).abs().max(), 0.07 if rounds_logps else 1e-5)
     if answer.loss is not None:
         _within("loss", (answer.loss - expected.loss).abs(), 0.05 if rounds_logps else 1e-5)
     if answer.dlogits is not None:
@@ -129,7 +130,7 @@ def check(answer: Answer, expected: Answer, rounds_logps: bool) -> None:
             length = want.norm(dim=-1)
             error = (got.float() - want).norm(dim=-1) / length.where(length > 0, 1)
             worst = torch.maximum(worst, error.max())  # NaN stays
-        _within("dlogits", worst, 0.12 if rounds_logps else exact)
+        _within("dlogits", worst, 0.17 if rounds_logps else exact)
 
 
 def _within(name: str, error: Tensor, budget: float) -> None:
