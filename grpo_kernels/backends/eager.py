@@ -103,7 +103,9 @@ class Eager:
             return x / ((over(deviation**2) / (count - ddof).clamp(min=1)).sqrt() + eps)
 
         count, pool = total(real.double()), total(kept)
-        advantages = kept - (pool / count.clamp(min=1) if baseline == "mean" else (pool - kept) / (count - 1).clamp(min=1))
+        advantages = kept - pool / count.clamp(min=1)
+        if baseline == "leave_one_out":  # r - (sum - r) / (n - 1), without the rounding of a sum of large rewards
+            advantages *= count / (count - 1).clamp(min=1)
         if scale == "group":
             advantages = normalised(advantages, pool, count, total)
         elif scale == "batch":
