@@ -38,7 +38,9 @@ class _OnePass(torch.autograd.Function):
     def forward(ctx, logits, token_ids, active, temperature, params, inplace, origin, backend, *inputs):  # type: ignore[no-untyped-def]
         logps, entropy = torch.empty_like(temperature), torch.empty_like(temperature)
         loss, policy_loss, kl, clipped = empty_outputs(logps)
-        arguments = (*as_rows(logits, token_ids, active, temperature), *inputs, params, logps, entropy, loss, policy_loss, kl, clipped)
+        outputs = (logps, entropy, loss, policy_loss, kl, clipped)
+        arguments = as_rows(logits, token_ids, active, temperature, *inputs, *outputs)
+        arguments[-len(outputs) : -len(outputs)] = [params]
         if inplace:
             dlogits = logits
             ops.loss_and_grad_(backend, *arguments)
@@ -68,5 +70,5 @@ class _OnePass(torch.autograd.Function):
             )
         if upstream is None:
             return (None,) * 14
-        ops.scale_(ctx.backend, dlogits, upstream)
+        ops.scale_(ctx.backend, dlogits if dlogits.dim() == 3 else dlogits[None], upstream)
         return ops.once(dlogits, *ctx.origin, upstream), *(None,) * 13
