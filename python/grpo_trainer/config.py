@@ -85,7 +85,7 @@ class Config:
     # The run.
     seed: int = option(0, "of everything random; on a CPU the same seed repeats a run bit for bit")
     eval_every: int = option(25, "steps between evaluations and pictures")
-    eval_size: int = option(200, "held-out problems, answered greedily; they are never trained on; 0: no evaluation")
+    eval_size: int = option(200, "held-out problems (the last of a .jsonl file), answered greedily and never trained on; 0: no evaluation")
     save_every: int = option(25, "steps between checkpoints: what an interruption can cost")
     keep_checkpoints: int = option(2, "older ones are deleted")
     output_dir: str = option("runs/grpo", "folder for config.json, metrics.jsonl, evaluations.jsonl, reward.png, checkpoints/")

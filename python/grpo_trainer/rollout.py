@@ -42,6 +42,11 @@ class Rollout:
             self.truncated[block],
         )
 
+    def completions(self) -> list[list[int]]:
+        """Ids of each completion, end token included."""
+        ids = self.completion_ids.tolist()  # host sync: rewards read text
+        return [row[:length] for row, length in zip(ids, self.completion_lengths)]
+
     def completion_mask(self) -> Tensor:
         """(B, T) bool: up to and including the first end token."""
         return right_mask(self.completion_lengths, self.completion_ids.shape[1], self.completion_ids.device)
@@ -129,13 +134,8 @@ class Sampler:
         completion_ids = torch.cat([torch.nn.functional.pad(chunk, (0, width - chunk.shape[1]), value=self.pad_id) for chunk in chunks])
         return Rollout(prompt_ids, completion_ids, lengths, *first_end(completion_ids, self.end_ids))
 
-    def texts(self, rollout: Rollout) -> list[str]:
-        ids = rollout.completion_ids.tolist()  # host sync: rewards read text
-        return self.tokenizer.batch_decode(
-            [row[:length] for row, length in zip(ids, rollout.completion_lengths)],
-            skip_special_tokens=True,
-            clean_up_tokenization_spaces=False,
-        )
+    def texts(self, completions: list[list[int]]) -> list[str]:
+        return self.tokenizer.batch_decode(completions, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def logits(self, model: Any, rollout: Rollout) -> Tensor:
         """(B, T + 1, V): position t predicts completion token t, the last nothing; unsliced, since a slice copies in the backward."""

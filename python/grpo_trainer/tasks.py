@@ -31,9 +31,12 @@ SEED_STRIDE = 10_000_000
 HELD_OUT_SEED = 3_000_000_000  # the same held-out problems whatever the run's seed; the largest that numpy takes is 2^32 - 1
 
 
-class Task(Protocol):
+class Entries(Protocol):
     def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> Entry: ...
+    def __getitem__(self, index: int, /) -> Entry: ...
+
+
+class Task(Entries, Protocol):
     def score_answer(self, answer: str | None, entry: Entry) -> float: ...
 
 
@@ -46,9 +49,10 @@ class Problems:
 
     def __init__(self, config: Config, fits: Callable[[Entry], bool]) -> None:
         self.task: Task
-        candidates: Task
+        candidates: Entries
         if config.task.endswith(".jsonl"):
-            self.task = candidates = JsonLines(config)
+            self.task = lines = JsonLines(config)
+            candidates = lines.entries[::-1]  # the end of the file, whatever the seed
         else:
             self.task = gym_task(config, seed=config.seed * SEED_STRIDE % HELD_OUT_SEED)
             candidates = gym_task(config, seed=HELD_OUT_SEED)
@@ -143,7 +147,7 @@ class JsonLines:
         return float(answer is not None and answer.strip() == entry["answer"].strip())
 
 
-def _distinct(task: Task, count: int, fits: Callable[[Entry], bool]) -> list[Entry]:
+def _distinct(task: Entries, count: int, fits: Callable[[Entry], bool]) -> list[Entry]:
     """The first `count` problems with different questions; fewer where the task has no more, or repeats itself for too long."""
     found: dict[str, Entry] = {}
     for index in range(min(len(task), 100 * count)):

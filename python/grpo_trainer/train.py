@@ -55,7 +55,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
     disable_progress_bar()  # of loading and saving: it would break up our own
 
     # What is quick to check comes before what is slow to load.
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(start_from or config.model)
     prompts = Prompts(tokenizer, config.system_prompt)
     problems = Problems(config, fits=lambda entry: 0 < len(prompts.ids(entry)) <= config.max_prompt_length)
     scorer = Scorer(config, problems)
@@ -85,15 +85,15 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
         started = time.perf_counter()
 
         # Sample and score. A group is num_generations neighbouring rows.
-        entries = [entry for entry in problems.take(config.num_prompts) for _ in range(config.num_generations)]
-        prompt_ids = [prompts.ids(entry) for entry in entries]
+        group = config.num_generations
+        drawn = problems.take(config.num_prompts)
+        entries = [entry for entry in drawn for _ in range(group)]
+        prompt_ids = [ids for ids in map(prompts.ids, drawn) for _ in range(group)]
         rollout = sampler.generate(prompt_ids, config.max_completion_length, config.temperature, config.generation_batch_size)
-        texts = sampler.texts(rollout)
-        ids = [row[:length] for row, length in zip(rollout.completion_ids.tolist(), rollout.completion_lengths)]
-        rewards, each_reward = scorer([prompts.text(entry) for entry in entries], texts, ids, entries)
-        advantages = group_advantages(
-            torch.tensor(rewards, dtype=torch.float64), config.num_generations, scale_rewards=config.scale_rewards
-        ).to(device)
+        completions = rollout.completions()
+        texts = sampler.texts(completions)
+        rewards, each_reward = scorer([prompts.text(entry) for entry in entries], texts, completions, entries)
+        advantages = group_advantages(torch.tensor(rewards, dtype=torch.float64), group, scale_rewards=config.scale_rewards).to(device)
 
         # Log-probabilities of the policy that sampled and of the reference, on the same micro-batches as the update: the same row in
         # another batch is another sum in the model's matrix products, and the first ratio would not be 1.
@@ -128,7 +128,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
         record: dict[str, Any] = {
             "step": step,
             "optimizer_step": progress["optimizer_step"],
-            **_reward_statistics(rewards, each_reward, config.num_generations),
+            **_reward_statistics(rewards, each_reward, group),
             "length": sum(rollout.completion_lengths) / len(rewards),
             "truncated": sum(rollout.truncated) / len(rewards),
             **sums.means(),  # host sync
@@ -187,11 +187,13 @@ class StepSums:
         return values | {"grad_norm": self.grad_norm.item() / self.steps}
 
 
-def load_tokenizer(model: str) -> Any:
+def load_tokenizer(source: str | Path) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(model)
+        return AutoTokenizer.from_pretrained(source)
     except Exception as error:  # transformers raises what it meets: OSError, ValueError, KeyError, errors of the hub's client
-        raise ValueError(f"--model: no tokenizer could be loaded from {model!r}, expected a local folder or a hub name: {error}") from error
+        raise ValueError(
+            f"--model: no tokenizer could be loaded from {str(source)!r}, expected a local folder or a hub name: {error}"
+        ) from error
 
 
 def load_model(source: str | Path, config: Config, tokenizer: Any) -> Any:
@@ -277,7 +279,7 @@ def _evaluate(sampler: Sampler, prompts: Prompts, problems: Problems, config: Co
     for start in range(0, len(problems.held_out), size):
         entries = problems.held_out[start : start + size]
         rollout = sampler.generate([prompts.ids(entry) for entry in entries], config.max_completion_length, None)
-        texts += sampler.texts(rollout)
+        texts += sampler.texts(rollout.completions())
         lengths += rollout.completion_lengths
     scores = problems.verify(texts, problems.held_out)
     report.append(

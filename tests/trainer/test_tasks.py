@@ -69,7 +69,8 @@ def test_json_lines(settings: Settings, tmp_path: Path) -> None:
     problems = Problems(settings(task=path, task_options={}, eval_size=4), fits)
     held_out = {entry["question"] for entry in problems.held_out}
     epochs = [[entry["question"] for entry in problems.take(8)] for _ in range(2)]
-    assert len(held_out) == 4 and all(set(epoch) == {f"{i} =" for i in range(12)} - held_out for epoch in epochs)
+    assert held_out == {"8 =", "9 =", "10 =", "11 ="}
+    assert all(set(epoch) == {f"{i} =" for i in range(12)} - held_out for epoch in epochs)
     assert epochs[0] != epochs[1]  # shuffled anew
     assert problems.verify(["<answer> 3 </answer>", "<answer>4</answer>", "3"], [{"answer": "3"}] * 3) == [1.0, 0.0, 0.0]
 
