@@ -208,7 +208,15 @@ inline void row_grad(const Exponentials<Storage>& kept, typename Storage::Elemen
 
 template <class Storage>
 inline void fill_row(typename Storage::Element* row, int64_t vocab, typename Storage::Element value) {
-    for (int64_t i = 0; i < vocab; i++) row[i] = value;
+    constexpr int64_t columns = kVectorBytes / sizeof *row;
+    typename Storage::Element pattern[columns];
+    for (auto& element : pattern) element = value;
+
+    int64_t i = 0;
+    for (; i < vocab && reinterpret_cast<uintptr_t>(row + i) % kVectorBytes != 0; i++) row[i] = value;
+    for (; i + columns <= vocab; i += columns) stream(row + i, load<Bits>(pattern));
+    for (; i < vocab; i++) row[i] = value;
+    stream_end();
 }
 
 }  // namespace GRPO_ISA

@@ -41,6 +41,25 @@ inline void store(void* p, V v) {
     std::memcpy(p, &v, sizeof v);
 }
 
+// To an aligned address, past the caches: a plain store would first read from memory what it overwrites. stream_end() orders these
+// before whatever follows.
+inline void stream(void* p, Bits v) {
+#if defined(__AVX512F__)
+    _mm512_stream_si512(static_cast<__m512i*>(p), (__m512i)v);
+#elif defined(__AVX2__)
+    _mm256_stream_si256(static_cast<__m256i*>(p), (__m256i)v);
+#elif defined(__x86_64__)
+    _mm_stream_si128(static_cast<__m128i*>(p), (__m128i)v);
+#else
+    store(p, v);
+#endif
+}
+inline void stream_end() {
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+}
+
 inline Vec broadcast(float x) { return Vec{} + x; }
 
 // a > b ? a : b, so b where either is NaN.
