@@ -46,8 +46,8 @@ def sequence_objective(
     policy = term.policy
     if params.loss_type == "vespo":
         policy = policy * _vespo_weights(log_ratio.detach(), advantages, folded, params, sequences)
-    # A degenerate row has a NaN gradient whatever its advantage and its objective.
-    policy = policy + torch.where(logps.isnan(), logps * logps.detach(), 0.0)
+    # A degenerate row has a NaN gradient whatever its advantage and its objective. Both factors are 0 elsewhere: 0 times -inf is NaN too.
+    policy = policy + torch.where(logps.isnan(), logps, 0.0) * torch.where(logps.isnan(), logps.detach(), 0.0)
     return TokenObjective(used(policy), used(term.kl), used(term.clipped))
 
 
