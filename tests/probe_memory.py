@@ -23,11 +23,12 @@ import torch
 import grpo_kernels as gk
 
 # forward: without grad; naive: log_softmax, gather and the textbook loss under autograd; the others: forward and backward
-FLAGS = {
+FLAGS: dict[str, dict[str, Any]] = {
     "default": {},
     "one_pass": {"one_pass": True},
     "inplace": {"inplace": True},
     "one_pass+inplace": {"one_pass": True, "inplace": True},
+    "sequence": {"importance_sampling_level": "sequence"},
 }
 MODES = ("forward", *FLAGS, "naive")
 MAX_LENGTH = 64  # tokens a sequence

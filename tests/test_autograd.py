@@ -3,6 +3,9 @@ error instead of an incomplete second derivative."""
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -38,6 +41,10 @@ def float64_batch() -> dict:
         {"temperature": torch.tensor([0.7, 1.9]), "epsilon": 0.001, "beta": 0.3},
         {"temperature": torch.linspace(0.5, 2, 6).view(2, 3), "entropy_coef": 0.2},
         {"importance_weights": torch.tensor([[0.5], [2.0]]), "policy_weights": torch.tensor([3.0, 0.0]), "beta": 0.3},
+        {"loss_type": "sapo", "beta": 0.3, "kl_estimator": "k1"},
+        {"loss_type": "reinforce", "beta": 0.3, "kl_estimator": "k2"},
+        {"loss_type": "luspo", "importance_sampling_level": "sequence", "entropy_coef": 0.2},
+        {"importance_sampling_level": "sequence", "beta": 0.3, "kl_estimator": "k2", "policy_weights": torch.tensor([3.0, 0.5])},
         {"token_weights": torch.linspace(0, 1, 6).view(2, 3), "completion_mask": torch.tensor([[1, 0, 1], [0, 1, 1]])},
     ],
     ids=lambda options: "-".join(options) or "plain",
@@ -225,26 +232,51 @@ def test_what_is_saved_for_the_backward_is_the_logits_and_nothing_else_of_their_
     loss.backward()
 
 
+def test_nothing_outlives_its_last_reference(backend, flags):
+    """A cycle through the graph would keep logits or gradient, 600 MB of them, until the collector comes by."""
+    gc.disable()
+    try:
+        loss, leaf = loss_and_leaf(small_batch(), **OPTIONS, **flags, backend=backend)
+        if flags.get("one_pass"):
+            large = weakref.ref(loss.grad_fn.dlogits)
+        else:
+            nodes = [loss.grad_fn]
+            while not hasattr(nodes[-1], "inplace"):
+                nodes.append(nodes[-1].next_functions[0][0])
+            large = weakref.ref(nodes[-1])
+            del nodes
+        assert large() is not None
+        del loss, leaf
+        assert large() is None
+    finally:
+        gc.enable()
+
+
+SECOND_ORDER = {**FLAGS, "sequence": {"importance_sampling_level": "sequence"}, "vespo": {"loss_type": "vespo", "inplace": True}}
+
+
 @pytest.mark.parametrize("rest", ["alone", "with another term"])
-def test_second_derivative_raises(backend, flags, rest):
+@pytest.mark.parametrize("case", SECOND_ORDER)
+def test_second_derivative_raises(backend, case, rest):
     """torch.autograd.grad visits only what leads to its inputs: it must not find a way round the refusal."""
     inputs = small_batch()
     for through in (torch.autograd.grad, lambda y, x: y.backward()):
-        loss, leaf = loss_and_leaf(inputs, **OPTIONS, **flags, backend=backend)
+        loss, leaf = loss_and_leaf(inputs, **OPTIONS, **SECOND_ORDER[case], backend=backend)
         total = loss if rest == "alone" else loss + leaf.pow(3).sum()
         (dlogits,) = torch.autograd.grad(total, leaf, create_graph=True)
         with pytest.raises(RuntimeError, match="no second derivative"):
             through(dlogits.pow(2).sum(), leaf)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("rest", ["alone", "with another term"])
-def test_second_derivative_of_logps_entropy_and_the_loss_from_them_raises(backend, rest):
+def test_second_derivative_of_logps_entropy_and_the_loss_from_them_raises(backend, rest, level):
     inputs = small_batch()
     ids, leaf, logps = inputs["completion_ids"], inputs["logits"].requires_grad_(), inputs["ref_logps"].clone().requires_grad_()
     functions = [
         (leaf, lambda: gk.token_logprobs(leaf, ids, backend=backend).sum()),
         (leaf, lambda: gk.token_logprobs_and_entropy(leaf, ids, backend=backend).entropy.sum()),
-        (logps, lambda: gk.grpo_loss(logps, **without_logits(inputs), beta=0.1, backend=backend).loss),
+        (logps, lambda: gk.grpo_loss(logps, **without_logits(inputs), beta=0.1, importance_sampling_level=level, backend=backend).loss),
     ]
     for x, function in functions:
         y = function() if rest == "alone" else function() + x.pow(3).sum()

@@ -192,6 +192,22 @@ def test_python_threads_may_call_at_once(backend, flags):
         assert all(same_bits(x, y) for x, y in zip(got, want))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_gives_the_same_values_on_any_stream(flags):
+    inputs = {name: x.cuda() for name, x in small_batch().items()}
+    with pytest.raises(ValueError, match="completion_ids: expected a tensor on cuda"):
+        gk.fused_grpo_loss(**{**inputs, "completion_ids": inputs["completion_ids"].cpu()})
+    expected = outputs_and_gradient(small_batch(), **OPTIONS, backend="torch")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10**7)  # whoever runs on another stream reads what is not there yet
+        late = {**inputs, "logits": inputs["logits"] + 0}
+        got = outputs_and_gradient(late, **OPTIONS, **flags)
+    stream.synchronize()
+    for x, y in zip(got, expected):
+        torch.testing.assert_close(x.cpu(), y)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
 @pytest.mark.parametrize("how, used_before", [("DataLoader worker", True), ("bare fork", True), ("bare fork", False)])
 def test_forked_children_get_the_same_bits_and_do_not_hang(how, used_before):

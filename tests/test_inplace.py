@@ -13,6 +13,7 @@ from cases import same_bits
 from modes import FLAGS, OPTIONS, gradient, loss_and_leaf, small_batch
 
 INPLACE = {name: flags for name, flags in FLAGS.items() if "inplace" in name}
+OF_SEQUENCES = {"importance_sampling_level": "sequence"}
 
 
 @pytest.fixture(params=FLAGS)
@@ -185,6 +186,14 @@ def test_logits_that_an_earlier_operation_saved_are_right_or_raise(backend, flag
         torch.testing.assert_close(leaf.grad, expected)
 
 
+def test_in_place_at_sequence_level_is_the_gradient_of_two_sweeps(backend):
+    leaf = small_batch()["logits"].requires_grad_()
+    z = leaf.clone()
+    loss_of(z, backend, inplace=True, **OF_SEQUENCES).backward()
+    assert same_bits(z.detach(), leaf.grad)
+    assert same_bits(leaf.grad, gradient(small_batch(), **OPTIONS, **OF_SEQUENCES, backend=backend))
+
+
 def test_two_losses_in_place_on_the_same_logits_raise(backend, inplace_flags):
     z = small_batch()["logits"].requires_grad_().clone()
     with pytest.raises(RuntimeError):
@@ -194,8 +203,9 @@ def test_two_losses_in_place_on_the_same_logits_raise(backend, inplace_flags):
 # --- a second backward ------------------------------------------------------------------------------------------------------------------
 
 
-def test_any_number_of_backwards_gives_the_same_bits(backend):
-    loss, leaf = loss_and_leaf(small_batch(), **OPTIONS, backend=backend)
+@pytest.mark.parametrize("options", [{}, OF_SEQUENCES, {"loss_type": "vespo"}], ids=str)
+def test_any_number_of_backwards_gives_the_same_bits(backend, options):
+    loss, leaf = loss_and_leaf(small_batch(), **OPTIONS, **options, backend=backend)
     gradients = []
     for _ in range(3):
         leaf.grad = None
@@ -204,9 +214,11 @@ def test_any_number_of_backwards_gives_the_same_bits(backend):
     assert same_bits(gradients[0], gradients[1]) and same_bits(gradients[0], gradients[2])
 
 
-@pytest.mark.parametrize("name", ["one_pass", "inplace", "one_pass+inplace"])
-def test_a_handed_over_gradient_is_not_handed_over_twice(backend, name):
-    loss, leaf = loss_and_leaf(small_batch(), **OPTIONS, **FLAGS[name], backend=backend)
+@pytest.mark.parametrize(
+    "flags", [FLAGS["one_pass"], FLAGS["inplace"], FLAGS["one_pass+inplace"], {**FLAGS["inplace"], **OF_SEQUENCES}], ids="-".join
+)
+def test_a_handed_over_gradient_is_not_handed_over_twice(backend, flags):
+    loss, leaf = loss_and_leaf(small_batch(), **OPTIONS, **flags, backend=backend)
     loss.backward(retain_graph=True)
     first = leaf.grad.clone()
     with pytest.raises(RuntimeError):

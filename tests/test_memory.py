@@ -27,6 +27,10 @@ def test_forward_and_backward_cost_the_gradient(mode, dtype):
     assert measured["ratio"] <= 1.02, measured
 
 
+def test_losses_of_whole_sequences_cost_no_more():
+    assert probe_memory.measure(backend="cpu", mode="sequence", dtype="float32", **WIDE)["ratio"] <= 1.02
+
+
 @pytest.mark.parametrize("mode", ["inplace", "one_pass+inplace"])
 def test_in_place_costs_nothing_of_the_size_of_the_logits(mode, dtype):
     measured = probe_memory.measure(backend="cpu", mode=mode, dtype=dtype, **WIDE)
