@@ -55,6 +55,8 @@ def group_advantages(
     tensor([ 0.7070, -0.7070,  0.0000,  0.0000])
     """
     _check_rewards("rewards", rewards, 1, 2)
+    if rewards.dim() == 2 and rewards.shape[1] == 0:
+        raise ValueError(f"rewards: expected at least one an answer, got shape {tuple(rewards.shape)}")
     _check_choice("multi_objective_aggregation", multi_objective_aggregation, ("sum_then_normalize", "normalize_then_sum"))
     _check_choice("scale_rewards", scale_rewards, ("group", "batch", "none"))
     _check_choice("baseline", baseline, ("mean", "leave_one_out"))

@@ -71,7 +71,7 @@ def truncated_importance_weights(
     tokens = sequences.sums(_ones(log_ratio, active)).sum().clamp(min=1)
     mismatch_kl = ((torch.expm1(held) - held).clamp(min=0).sum(dtype=torch.float64) / tokens).to(held.dtype)
     if level == "sequence":
-        held = sequences.sums(log_ratio).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        held = sequences.sums(held).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)  # of held ones: inf - inf would be NaN
     ratio = held.exp()
     weights = ratio.clamp(low, high) if mode == "truncate" else torch.where((ratio < low) | (ratio > high), 0.0, ratio)
     if active is not None and level == "token":

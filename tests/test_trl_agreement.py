@@ -68,8 +68,11 @@ def trainer(built: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def worst_differences() -> Iterator[None]:
+def one_thread_and_worst_differences() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the model is too small to be shared
     yield
+    torch.set_num_threads(threads)
     print("\nTRL: largest relative difference", ", ".join(f"{name} {x:.1e}" for name, x in WORST.items()))
 
 
