@@ -1,8 +1,8 @@
 """The demo: a model of 0.7 million parameters, made from nothing on a CPU, learns to show its work.
 
-A supervised warm-up on reasoning-gym's `chain_sum` gives a fresh Llama both ways of answering: the number alone, and the sum worked term
-by term between <think> tags before it. Half of the examples are of each kind, so the model has no reason to prefer one. Then GRPO, which
-hears nothing but reasoning-gym's verifier, makes it prefer the way that is right.
+A supervised warm-up on reasoning-gym's `chain_sum` gives a fresh Llama both ways of answering: first the sum worked term by term between
+<think> tags, then mostly the number alone. It leaves a model that can work and usually does not. Then GRPO, which hears nothing but
+reasoning-gym's verifier, finds the worked samples right more often, and makes them the habit.
 """
 
 from __future__ import annotations
@@ -34,17 +34,21 @@ from grpo_trainer.train import CHECKPOINTS, train
 WARMUP = "warmup"
 SUMMARY = "summary.json"
 
-# Warm-up. Whole numbers as tokens: a step of the worked sum is then one look-up of a + b, where digits would have to learn carrying first.
-STEPS, QUICK_STEPS = 600, 20
-BATCH = 64
-LEARNING_RATE = 2e-3  # falls to 0, so that the last examples do not undo the rest
-WORKED_SHARE = 0.5
+# Warm-up, by measurement: small batches learn more in a second than large ones. The order matters: mixed from the start, the model sums
+# all terms at once in its attention for both kinds, and worked answers are no better than bare ones.
+STEPS, QUICK_STEPS = 1000, 20
+BATCH = 32
+LEARNING_RATE = 2e-3  # rises over 50 steps, then falls to 0: the bare answers come when it is low and leave the rest as it is
+WORKED_ONLY = 0.8  # of the steps; after that a share of
+WORKED_SHARE = 0.3  # of the examples
 FIRST_PROBLEM = 5_000_000  # the warm-up's problems; GRPO's begin at 0, so they are fresh
 
 
 def run(config: Config, *, resume: bool = False) -> None:
     """Warm-up, GRPO, table, picture, summary.json; every figure is the verifier's on the held-out problems."""
     started = time.perf_counter()
+    # What it was measured with. More threads wait for each other over products this small, and other sums make other bits.
+    torch.set_num_threads(min(torch.get_num_threads(), 2))
     output = Path(config.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     if not resume:
@@ -97,7 +101,8 @@ def warm_up(config: Config, folder: Path) -> Path:
         done, problems.cursor = progress["step"], progress["cursor"]
     bar = tqdm(range(done + 1, steps + 1), initial=done, total=steps, unit="step", desc="warm-up", dynamic_ncols=True)
     for step in bar:
-        ids, labels = batch(tokenizer, problems.take(BATCH))
+        share = 1.0 if step <= WORKED_ONLY * steps else WORKED_SHARE
+        ids, labels = batch(tokenizer, problems.take(BATCH), share)
         logits = model(input_ids=ids, use_cache=False).logits
         loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
         loss.backward()
@@ -136,7 +141,7 @@ def make_model(vocabulary: int) -> LlamaForCausalLM:
             num_hidden_layers=4,
             num_attention_heads=4,
             max_position_embeddings=128,
-            tie_word_embeddings=True,
+            initializer_range=0.06,  # the usual 0.02 is for widths in the thousands, and loses 200 steps here
             pad_token_id=0,
             eos_token_id=1,
             bos_token_id=None,
@@ -144,10 +149,10 @@ def make_model(vocabulary: int) -> LlamaForCausalLM:
     )
 
 
-def example(entry: Entry) -> str:
-    """A right answer to a problem, worked or not."""
+def example(entry: Entry, worked_share: float) -> str:
+    """A right answer to a problem, worked with that probability."""
     answer = f"<answer> {entry['answer']} </answer>"
-    if random.random() >= WORKED_SHARE:
+    if random.random() >= worked_share:
         return answer
     first, *rest = entry["metadata"]["expression"].split()
     work, total = first, int(first)
@@ -157,10 +162,10 @@ def example(entry: Entry) -> str:
     return f"<think> {work} </think> {answer}"
 
 
-def batch(tokenizer: Any, entries: list[Entry]) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(tokenizer: Any, entries: list[Entry], worked_share: float) -> tuple[torch.Tensor, torch.Tensor]:
     """ids and labels (B, L), padded on the right; only the answer and the end token after it are learned."""
     prompts = tokenizer([entry["question"] for entry in entries])["input_ids"]
-    answers = [ids + [tokenizer.eos_token_id] for ids in tokenizer([example(entry) for entry in entries])["input_ids"]]
+    answers = [ids + [tokenizer.eos_token_id] for ids in tokenizer([example(entry, worked_share) for entry in entries])["input_ids"]]
     width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers))
     ids, labels = torch.full((2, len(entries), width), tokenizer.pad_token_id)
     labels.fill_(-100)

@@ -19,33 +19,32 @@ def entry_of(config: Config) -> Problems:
     return Problems(config, lambda entry: True)
 
 
-def test_tokenizer_gives_back_every_text_with_one_token_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizer_gives_back_every_text_with_one_token_a_number() -> None:
     tokenizer = demo.make_tokenizer()
     problems = entry_of(Config(**DEMO))
     for share in (0.0, 1.0):
-        monkeypatch.setattr(demo, "WORKED_SHARE", share)
         for entry in problems.take(200):
-            for text in (entry["question"], demo.example(entry)):
+            for text in (entry["question"], demo.example(entry, share)):
                 ids = tokenizer(text)["input_ids"]
                 assert tokenizer.unk_token_id not in ids
                 assert tokenizer.decode(ids, skip_special_tokens=True) == text
             assert len(tokenizer(entry["question"])["input_ids"]) <= DEMO["max_prompt_length"]
-            assert len(tokenizer(demo.example(entry))["input_ids"]) < DEMO["max_completion_length"]
+            assert len(tokenizer(demo.example(entry, 1.0))["input_ids"]) < DEMO["max_completion_length"]
 
 
 def test_every_example_is_right_by_the_verifier_and_both_kinds_occur() -> None:
     problems = entry_of(Config(**DEMO))
     entries = problems.take(300)
-    texts = [demo.example(entry) for entry in entries]
+    texts = [demo.example(entry, 0.3) for entry in entries]
     assert problems.verify(texts, entries) == [1.0] * 300
     share = sum(map(is_worked, texts)) / 300
-    assert abs(share - demo.WORKED_SHARE) < 0.1
+    assert abs(share - 0.3) < 0.1
 
 
 def test_only_the_answer_is_learned() -> None:
     tokenizer = demo.make_tokenizer()
     entries = entry_of(Config(**DEMO)).take(8)
-    ids, labels = demo.batch(tokenizer, entries)
+    ids, labels = demo.batch(tokenizer, entries, 0.5)
     for row, entry in enumerate(entries):
         prompt = len(tokenizer(entry["question"])["input_ids"])
         learned = labels[row] != -100
