@@ -119,6 +119,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
             if not grad_norm.isfinite():  # host sync, once an optimiser step: better than weights that are NaN from here on
                 raise RuntimeError(f"step {step}: the norm of the gradient is {grad_norm.item()}; no weight was changed")
             sums.add_step(grad_norm)
+            learning_rate = schedule.get_last_lr()[0]
             optimizer.step()
             schedule.step()
             optimizer.zero_grad(set_to_none=True)
@@ -132,7 +133,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
             "length": sum(rollout.completion_lengths) / len(rewards),
             "truncated": sum(rollout.truncated) / len(rewards),
             **sums.means(),  # host sync
-            "learning_rate": schedule.get_last_lr()[0],
+            "learning_rate": learning_rate,  # of the last optimiser step
             "tokens_per_second": sum(rollout.completion_lengths) / seconds,
             "seconds": seconds,
         }

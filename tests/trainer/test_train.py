@@ -87,7 +87,7 @@ def test_leftover_window_is_a_step_with_its_own_count(
     module.train(config)
     record = metrics(config)[-1]
     assert record["optimizer_step"] == 3 and len(losses) == 5 and len(cleared) == 3
-    assert record["learning_rate"] == pytest.approx(config.learning_rate * 4 / 100)  # moved once an optimiser step
+    assert record["learning_rate"] == pytest.approx(config.learning_rate * 3 / 100)  # moved once an optimiser step
     tokens = [int(arguments["completion_mask"].sum()) for arguments, _ in losses]
     assert [arguments["num_items_in_batch"] for arguments, _ in losses] == [
         tokens[0] + tokens[1], tokens[0] + tokens[1], tokens[2] + tokens[3], tokens[2] + tokens[3], tokens[4]
