@@ -26,10 +26,15 @@ def toy_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:
     return process.stdout, json.loads((folder / "run.json").read_text())
 
 
+def _environment() -> dict[str, str]:
+    """For a child that is to find modules of its own folder: `make test` keeps that folder off the path."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+
+
 def _benchmarks(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """In a folder of its own: in the repository's, `python -m` would import the sources, which hold no compiled module."""
     # No variable of pytest-xdist, even where this test runs in a worker of it: pytest-benchmark would switch itself off.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = {name: value for name, value in _environment().items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", str(ROOT / "benchmarks"), "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider"]
     command += ["-p", "no:xdist", "--tiny", "--benchmark-only", "--benchmark-json=run.json", *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
@@ -77,7 +82,7 @@ def test_the_table_has_everybody_and_names_the_absent(toy_run: tuple[str, dict],
     saved = tmp_path / "run.json"
     saved.write_text(json.dumps(run))
     table = subprocess.run(
-        [sys.executable, "-m", "benchmarks.table", str(saved)], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "benchmarks.table", str(saved)], cwd=ROOT, env=_environment(), capture_output=True, text=True, check=True
     ).stdout
     for text in (summary, table):
         for name in COMPARED:

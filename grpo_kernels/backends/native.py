@@ -88,8 +88,8 @@ class CpuBackend:
         dlogits: Tensor,
     ) -> None:
         targets, saved = _addresses(token_ids, active, temperature), _addresses(row_max, log_sum, entropy)
-        upstream = _addresses(dlogps, dentropy)
-        _C.logprobs_backward(_shape(logits), _rows(logits), targets, saved, *upstream, _rows(dlogits), torch.get_num_threads())
+        upstream, threads = (_address(dlogps), _address(dentropy)), torch.get_num_threads()
+        _C.logprobs_backward(_shape(logits), _rows(logits), targets, saved, *upstream, _rows(dlogits), threads)
 
     def loss_and_grad(
         self,
@@ -134,12 +134,13 @@ class CpuBackend:
         step_ends: Tensor | None,
         out: Tensor,
     ) -> None:
-        groups = (*_addresses(values, order, offsets), values.numel(), offsets.numel() - 1)
+        groups = (_address(values), _address(order), _address(offsets), values.numel(), offsets.numel() - 1)
         options = (_SCALES[scale], _BASELINES[baseline], ddof, eps)
         if step_ends is None:
             _C.group_advantages(*groups, *options, _address(out))
         else:
-            _C.process_advantages(*groups, *options, _address(step_ends), *step_ends.shape, out.shape[1], _address(out))
+            batch, steps = step_ends.shape
+            _C.process_advantages(*groups, *options, _address(step_ends), batch, steps, out.shape[1], _address(out))
 
 
 def load(name: str) -> CpuBackend:
