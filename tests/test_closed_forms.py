@@ -172,11 +172,13 @@ def test_a_weight_of_vespo_that_is_not_finite_is_0(backend: str) -> None:
     torch.testing.assert_close(got[1], torch.full((2,), -0.25))  # PHI(1) = 1
 
 
-@pytest.mark.parametrize("q, weight", [(-100.0, math.log(1e-8)), (300.0, 20.0), (-1.0, -1.0)])
-def test_the_log_ratio_of_vespo_is_clamped_for_each_token_and_for_the_sequence(backend: str, q: float, weight: float) -> None:
-    """MATH: q = clamp(sum of clamp(l - l_old, -20, 20), log 1e-8, 20); here the first token adds q, 20 at most, the second nothing."""
+@pytest.mark.parametrize(
+    "drifts, q", [((-100.0, 0.0), math.log(1e-8)), ((300.0, 0.0), 20.0), ((-100.0, 15.0), -5.0), ((300.0, -15.0), 5.0)]
+)
+def test_the_log_ratio_of_vespo_is_clamped_for_each_token_and_for_the_sequence(backend: str, drifts: tuple[float, float], q: float) -> None:
+    """q = clamp(sum of clamp(l - l_old, -20, 20), log 1e-8, 20)."""
     logps = torch.tensor([[-1.0, -2.0]])
     mild = {"vespo_k_pos": 0.1, "vespo_lambda_pos": 1e-9, "loss_type": "vespo", "backend": backend}
-    _, got = gradient(logps, torch.ones(1), old_logps=logps - torch.tensor([[q, 0.0]]), **mild)
-    phi = math.exp(1e-9 + 0.1 * weight - 1e-9 * math.exp(weight))
+    _, got = gradient(logps, torch.ones(1), old_logps=logps - torch.tensor([drifts]), **mild)
+    phi = math.exp(1e-9 + 0.1 * q - 1e-9 * math.exp(q))
     torch.testing.assert_close(got, torch.full((1, 2), -phi / 2), rtol=1e-5, atol=0)
