@@ -28,13 +28,11 @@ bool has_f16c() {  // not among the names that every compiler's __builtin_cpu_su
 }
 
 std::vector<Build> builds() {
-    const bool has_avx2 =
-        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") && has_f16c();
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") && has_f16c();
     const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    return {{"baseline", &baseline::row_kernels, true},
-            {"avx2", &avx2::row_kernels, has_avx2},
-            {"avx512", &avx512::row_kernels, has_avx512}};
+    return {
+        {"baseline", &baseline::row_kernels, true}, {"avx2", &avx2::row_kernels, has_avx2}, {"avx512", &avx512::row_kernels, has_avx512}};
 }
 #else
 std::vector<Build> builds() { return {{"portable", &portable::row_kernels, true}}; }

@@ -4,8 +4,8 @@
 // A row is a sequence of packs of 64 vectors. A pack starts at a fixed column whatever the address, and is short enough that its
 // second look (first its maximum, then exponentials) comes from the L1 cache. Only the last may be partial: it is padded with -inf.
 //
-// The one pass keeps the exponentials that the first sweep made, so that the second only multiplies: two thirds of the time of
-// computing them again.
+// The one pass keeps the exponentials that the first sweep made, so that the second only multiplies: two thirds of the
+// time of computing them again.
 #pragma once
 
 #include <cmath>
@@ -206,6 +206,7 @@ inline void row_grad(const Exponentials<Storage>& kept, typename Storage::Elemen
     write<Storage>(dlogits + grad.token_id, grad.at_target(chosen));
 }
 
+// A long row goes past the caches: nobody reads it soon, and plain stores would first read it from memory. A short one stays.
 template <class Storage>
 inline void fill_row(typename Storage::Element* row, int64_t vocab, typename Storage::Element value) {
     constexpr int64_t columns = kVectorBytes / sizeof *row;
@@ -213,10 +214,12 @@ inline void fill_row(typename Storage::Element* row, int64_t vocab, typename Sto
     for (auto& element : pattern) element = value;
 
     int64_t i = 0;
-    for (; i < vocab && reinterpret_cast<uintptr_t>(row + i) % kVectorBytes != 0; i++) row[i] = value;
-    for (; i + columns <= vocab; i += columns) stream(row + i, load<Bits>(pattern));
+    if (vocab * int64_t(sizeof *row) >= 32768) {
+        for (; reinterpret_cast<uintptr_t>(row + i) % kVectorBytes != 0; i++) row[i] = value;
+        for (; i + columns <= vocab; i += columns) stream(row + i, load<Bits>(pattern));
+        stream_end();
+    }
     for (; i < vocab; i++) row[i] = value;
-    stream_end();
 }
 
 }  // namespace GRPO_ISA

@@ -1,15 +1,15 @@
 // The entry points over rows, for the instruction set that this file is compiled for (it is compiled once for each).
-// Rows are dealt out one by one as threads come free, so that masked rows, which cost a tenth, leave nobody idle; a row is
+// Rows are dealt out one by one as threads come free, so that masked rows, which cost a third, leave nobody idle; a row is
 // one thread's, so no result depends on how many there are.
 
 #include "cpu/rows.h"
+
+#include <omp.h>
 
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <new>
-
-#include <omp.h>
 
 #include "cpu/row.h"
 

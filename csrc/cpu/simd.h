@@ -41,8 +41,7 @@ inline void store(void* p, V v) {
     std::memcpy(p, &v, sizeof v);
 }
 
-// To an aligned address, past the caches: a plain store would first read from memory what it overwrites. stream_end() orders these
-// before whatever follows.
+// To an aligned address, past the caches. stream_end() orders these stores before whatever follows.
 inline void stream(void* p, Bits v) {
 #if defined(__AVX512F__)
     _mm512_stream_si512(static_cast<__m512i*>(p), (__m512i)v);

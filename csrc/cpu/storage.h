@@ -33,9 +33,7 @@ struct BFloat16 {
         even = (Vec)(words << 16);
         odd = (Vec)(words & 0xffff0000u);
     }
-    static void store2(Element* p, Vec even, Vec odd) {
-        store(p, (rounded((Bits)even) >> 16) | (rounded((Bits)odd) & 0xffff0000u));
-    }
+    static void store2(Element* p, Vec even, Vec odd) { store(p, (rounded((Bits)even) >> 16) | (rounded((Bits)odd) & 0xffff0000u)); }
 
   private:
     // To nearest, ties to even, in the high half.
@@ -114,9 +112,12 @@ inline void write(typename Storage::Element* p, float x) {
 template <class Body>
 inline void with_storage(DType dtype, Body body) {
     switch (dtype) {
-        case DType::float32: return body(Float32{});
-        case DType::bfloat16: return body(BFloat16{});
-        case DType::float16: return body(Float16{});
+        case DType::float32:
+            return body(Float32{});
+        case DType::bfloat16:
+            return body(BFloat16{});
+        case DType::float16:
+            return body(Float16{});
     }
 }
 
