@@ -148,15 +148,15 @@ class Config:
 # What the demo's flags stand for where they are not given. The learning rate is the largest of those tried that learned on every seed.
 DEMO: dict[str, Any] = {
     "task": "chain_sum",
-    "task_options": {"min_terms": 4, "max_terms": 6, "min_digits": 1, "max_digits": 1},
+    "task_options": {"min_terms": 5, "max_terms": 7, "min_digits": 1, "max_digits": 1},
     "num_prompts": 32,
     "num_generations": 8,
     "max_prompt_length": 32,
-    "max_completion_length": 48,
+    "max_completion_length": 40,
     "micro_batch_size": 256,
     "learning_rate": 5e-5,
     "warmup_steps": 3,
-    "steps": 30,
+    "steps": 25,
     "eval_every": 5,
     "save_every": 5,
     "track_kl": True,
