@@ -70,6 +70,8 @@ def picture(folder: Path, title: str) -> Path:
     )
     for axis, (key, label, color) in zip(axes[1], lower):
         _line(axis, records, key, color=color)
+        if not axis.lines:
+            axis.text(0.5, 0.5, "not measured", ha="center", va="center", color="tab:gray", transform=axis.transAxes)
         axis.set_title(label, fontsize="medium")
         axis.grid(alpha=0.3)
     for axis in (top, *axes[1]):

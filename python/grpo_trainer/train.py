@@ -318,4 +318,5 @@ def _new_run(output: Path, config: Config, anew: bool) -> None:
 
 def _title(config: Config) -> str:
     options = ", ".join(f"{name} {value}" for name, value in config.task_options.items())
-    return f"{Path(config.model).name} on {Path(config.task).name}" + (f" ({options})" if options else "")
+    model = "the demo's model" if config.demo else Path(config.model).name
+    return f"{model} on {Path(config.task).name}" + (f" ({options})" if options else "")
