@@ -34,8 +34,8 @@ from grpo_trainer.train import CHECKPOINTS, train
 WARMUP = "warmup"
 SUMMARY = "summary.json"
 
-# Warm-up, by measurement: small batches learn more in a second than large ones. The order matters: mixed from the start, the model sums
-# all terms at once in its attention for both kinds, and worked answers are no better than bare ones.
+# Warm-up. The order matters: mixed from the start, the model learns to sum all terms at once for both kinds, and worked answers are hardly
+# better than bare ones (80 % and 67 % after 900 steps, half and half, 4 to 6 terms): nothing for GRPO to find.
 STEPS, QUICK_STEPS = 1000, 20
 BATCH = 32
 LEARNING_RATE = 2e-3  # rises over 50 steps, then falls to 0: the bare answers come when it is low and leave the rest as it is
@@ -120,7 +120,11 @@ def warm_up(config: Config, folder: Path) -> Path:
 
 
 def make_tokenizer() -> Any:
-    """Words, signs, tags and whole numbers, each with the blank before it, so that decoding gives back the text."""
+    """Words, signs, tags and whole numbers, each with the blank before it, so that decoding gives back the text.
+
+    Whole numbers, so that a step of work is one look-up: 76 % of 4 to 6 terms after 600 steps of 32 worked examples. Digits and running sums
+    alone reached 40 % after 600 steps of 64.
+    """
     words = ["State", "the", "final", "answer", "to", "the", "following", "arithmetic", "problem:"]
     tokens = ["<pad>", "<eos>", "<unk>", "State", *(f" {word}" for word in words[1:])]
     tokens += ["<think>", " </think>", "<answer>", " <answer>", " </answer>", " +", " -", " ="]
@@ -141,7 +145,7 @@ def make_model(vocabulary: int) -> LlamaForCausalLM:
             num_hidden_layers=4,
             num_attention_heads=4,
             max_position_embeddings=128,
-            initializer_range=0.06,  # the usual 0.02 is for widths in the thousands, and loses 200 steps here
+            initializer_range=0.06,  # the usual 0.02, with tied embeddings, was 100 to 200 steps behind
             pad_token_id=0,
             eos_token_id=1,
             bos_token_id=None,
