@@ -213,13 +213,12 @@ inline void fill_row(typename Storage::Element* row, int64_t vocab, typename Sto
     typename Storage::Element pattern[columns];
     for (auto& element : pattern) element = value;
 
+    const bool is_long = vocab * int64_t(sizeof *row) >= 32768;
     int64_t i = 0;
-    if (vocab * int64_t(sizeof *row) >= 32768) {
-        for (; reinterpret_cast<uintptr_t>(row + i) % kVectorBytes != 0; i++) row[i] = value;
-        for (; i + columns <= vocab; i += columns) stream(row + i, load<Bits>(pattern));
-        stream_end();
-    }
+    for (; is_long && reinterpret_cast<uintptr_t>(row + i) % kVectorBytes != 0; i++) row[i] = value;
+    for (; i + columns <= vocab; i += columns) is_long ? stream(row + i, load<Bits>(pattern)) : store(row + i, load<Bits>(pattern));
     for (; i < vocab; i++) row[i] = value;
+    stream_end();
 }
 
 }  // namespace GRPO_ISA
