@@ -11,6 +11,7 @@ import importlib.util
 import json
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -20,8 +21,14 @@ import torch
 from grpo_kernels import fused_grpo_loss, group_advantages
 
 
-def option(default: Any, help: str) -> Any:
-    metadata = {"help": help}
+def unescaped(text: str) -> str:
+    """What a shell writes only with effort."""
+    return text.replace(r"\n", "\n").replace(r"\t", "\t")
+
+
+def option(default: Any, help: str, read: Callable[[str], Any] | None = None) -> Any:
+    """`read` turns a flag's text into the value, where that is more than the field's type."""
+    metadata = {"help": help, "read": read}
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -47,6 +54,27 @@ class Config:
     reward_weights: tuple[float, ...] = option((), "one weight a reward; none: all 1")
     system_prompt: str | None = option(
         None, "put before every question; none: reasoning-gym's default prompt for a chat model, nothing for a model without chat template"
+    )
+
+    # Process supervision: advantages a token, from rewards a step (DeepSeekMath §4.1.3).
+    supervision: Literal["outcome", "process"] = option(
+        "outcome",
+        "what is trained on: --rewards, one number an answer, or --step-reward, one a step. With process, the rewards of all steps of a "
+        "group are normalised together, a token's advantage is the sum over the steps that end at it or later, and --rewards are logged, "
+        "evaluated and handed to the step reward",
+    )
+    step_reward: str | None = option(
+        None,
+        "module:function for process supervision, called as a reward function is, with steps=[[text, ...], ...] and rewards=[...] (the "
+        "weighted sum of --rewards of each completion: several rewards come in there, as far as the function uses them) besides; returns a "
+        "list of numbers for each completion, one a step",
+    )
+    step_delimiter: str = option(
+        "\n",
+        r"text that ends a step (\n and \t are read as newline and tab) and belongs to it. What follows the last one is a step too, also in "
+        "an answer that was cut off; blank pieces join the step before them; the end token belongs to the last step. A blank answer has no "
+        "steps, and advantage 0",
+        read=unescaped,
     )
 
     # Sampling.
@@ -164,6 +192,8 @@ DEMO: dict[str, Any] = {
     "output_dir": "runs/demo",
     "overwrite": True,
 }
+# besides, with --supervision process: "6 - 2 =", "4 - 0 =", ..., "7 </think> <answer> 7 </answer>"
+PROCESS_DEMO = {"step_reward": "grpo_trainer.demo:running_sums", "step_delimiter": "="}
 QUICK_DEMO = DEMO | {"num_prompts": 4, "steps": 2, "eval_every": 1, "eval_size": 20, "save_every": 1, "output_dir": "runs/quick-demo"}
 
 # of fused_grpo_loss; the trainer gives these itself
@@ -193,8 +223,26 @@ def check(config: Config) -> None:
     for name, hint in types_of().items():
         if typing.get_origin(hint) is Literal:
             need(getattr(config, name) in typing.get_args(hint), name, "one of " + ", ".join(typing.get_args(hint)))
+    _check_supervision(config)
     _check_loss(config)
     _check_device(config)
+
+
+def _check_supervision(config: Config) -> None:
+    if config.supervision == "process":
+        if not config.step_reward:
+            raise ValueError(f"--step-reward: expected module:function with --supervision process, got {config.step_reward!r}")
+        if not config.step_delimiter:
+            raise ValueError("--step-delimiter: expected a text to split at, got ''")
+        if config.scale_rewards != "group":
+            raise ValueError(
+                f"--scale-rewards: expected group with --supervision process, which normalises the steps of a group together, "
+                f"got {config.scale_rewards!r}"
+            )
+        return
+    for name in ("step_reward", "step_delimiter"):
+        if getattr(config, name) != getattr(Config, name):
+            raise ValueError(f"{flag(name)}: got {getattr(config, name)!r}, expected it only with --supervision process")
 
 
 def _check_loss(config: Config) -> None:
@@ -205,7 +253,8 @@ def _check_loss(config: Config) -> None:
     logits = torch.zeros(1, 1, 2, requires_grad=True) * 1.0
     zeros = torch.zeros(1, 1)
     try:
-        fused_grpo_loss(logits, zeros.long(), zeros[0], ref_logps=zeros, num_items_in_batch=1, num_sequences=1, **config.loss_arguments())
+        advantages = zeros if config.supervision == "process" else zeros[0]
+        fused_grpo_loss(logits, zeros.long(), advantages, ref_logps=zeros, num_items_in_batch=1, num_sequences=1, **config.loss_arguments())
         group_advantages(torch.zeros(2), 2, scale_rewards=config.scale_rewards)
     except (TypeError, ValueError) as error:
         raise ValueError(f"the loss does not take these options: {error}") from error
@@ -260,8 +309,10 @@ def parser() -> argparse.ArgumentParser:
 def _argument(f: Field[Any], hint: Any) -> dict[str, Any]:
     default = {} if f.default_factory is dict else f.default
     text = f.metadata["help"].replace("%", "%%")
-    if isinstance(default, (bool, int, float)) or (default and isinstance(default, str)):
+    if isinstance(default, (bool, int, float)):
         text += f" (default: {default})"
+    elif default and isinstance(default, str):
+        text += f" (default: {default.encode('unicode_escape').decode()})"
     elif default and isinstance(default, tuple):
         text += f" (default: {' '.join(default)})"
     if hint is bool:
@@ -274,7 +325,7 @@ def _argument(f: Field[Any], hint: Any) -> dict[str, Any]:
         return {"help": text, "choices": typing.get_args(hint)}
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         hint = next(t for t in typing.get_args(hint) if t is not type(None))
-    return {"help": text, "type": hint, "metavar": hint.__name__.upper()}
+    return {"help": text, "type": f.metadata["read"] or hint, "metavar": hint.__name__.upper()}
 
 
 class _KeyValues(argparse.Action):

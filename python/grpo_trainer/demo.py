@@ -158,12 +158,31 @@ def example(entry: Entry, worked_share: float) -> str:
     answer = f"<answer> {entry['answer']} </answer>"
     if random.random() >= worked_share:
         return answer
-    first, *rest = entry["metadata"]["expression"].split()
-    work, total = first, int(first)
+    return f"<think> {' '.join(work(entry['metadata']['expression']))} </think> {answer}"
+
+
+def work(expression: str) -> list[str]:
+    """The running sums of "6 - 2 - 0": "6 - 2 =", "4 - 0 =", "4"."""
+    total, *rest = expression.split()
+    steps = []
     for sign, term in zip(rest[::2], rest[1::2]):
-        total += int(sign + term)
-        work += f" {sign} {term} = {total}"
-    return f"<think> {work} </think> {answer}"
+        steps.append(f"{total} {sign} {term} =")
+        total = str(int(total) + int(sign + term))
+    return [*steps, total]
+
+
+def running_sums(steps: list[list[str]], rewards: list[float], metadata: list[dict[str, Any]], **_: Any) -> list[list[float]]:
+    """Step rewards of work split at "=": 1 for each step whose sum so far is right and whose term is the problem's next, else 0.
+
+    An answer's last step, its final sum and what stands in the answer tags, has the reward of the whole answer: the verifier's.
+    A step beyond those that the problem has is wrong, so that none can be won by adding 0.
+    """
+    result = []
+    for of_answer, reward, problem in zip(steps, rewards, metadata):
+        right = work(problem["expression"])[:-1]
+        done = [" ".join(step.removeprefix("<think>").split()) for step in of_answer[:-1]]
+        result.append([float(index < len(right) and step == right[index]) for index, step in enumerate(done)] + [reward] * bool(of_answer))
+    return result
 
 
 def batch(tokenizer: Any, entries: list[Entry], worked_share: float) -> tuple[torch.Tensor, torch.Tensor]:

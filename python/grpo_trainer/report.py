@@ -55,6 +55,7 @@ def picture(folder: Path, title: str) -> Path:
     top = figure.add_subplot(grid[0, :])
     for key, label, style in (
         ("reward", "reward (training samples)", {"color": "tab:gray", "alpha": 0.7}),
+        ("step_reward", "reward a step (training samples)", {"color": "tab:green", "alpha": 0.7}),
         ("accuracy", "held-out accuracy (greedy)", {"color": "tab:blue", "marker": "o"}),
         ("worked", "share of worked answers (held-out)", {"color": "tab:orange", "marker": ".", "linestyle": "--"}),
     ):

@@ -135,7 +135,7 @@ class Sampler:
         return Rollout(prompt_ids, completion_ids, lengths, *first_end(completion_ids, self.end_ids))
 
     def texts(self, completions: list[list[int]]) -> list[str]:
-        return self.tokenizer.batch_decode(completions, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return [decoded(self.tokenizer, ids) for ids in completions]
 
     def logits(self, model: Any, rollout: Rollout) -> Tensor:
         """(B, T + 1, V): position t predicts completion token t, the last nothing; unsliced, since a slice copies in the backward."""
@@ -150,6 +150,11 @@ class Sampler:
 
     def autocast(self) -> Any:
         return torch.autocast(self.model.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+
+def decoded(tokenizer: Any, ids: list[int]) -> str:
+    """The text that rewards read."""
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> list[int]:

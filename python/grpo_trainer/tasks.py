@@ -164,16 +164,14 @@ class Scorer:
 
     def __init__(self, config: Config, problems: Problems) -> None:
         self.problems = problems
-        self.rewards = {name: None if name == "verifier" else load_reward(name) for name in config.rewards}
+        self.rewards = {name: None if name == "verifier" else load_function("--rewards", name) for name in config.rewards}
         self.weights = config.reward_weights or (1.0,) * len(config.rewards)
 
     def __call__(
         self, prompts: list[str], completions: list[str], completion_ids: list[list[int]], entries: list[Entry]
     ) -> tuple[list[float], dict[str, list[float]]]:
         """The totals, and each reward's own values by name."""
-        columns = {key: [entry[key] for entry in entries] for key in entries[0] if all(key in entry for entry in entries)}
-        columns |= {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-        columns.pop("prompt", None)
+        columns = columns_of(prompts, completions, completion_ids, entries)
         values: dict[str, list[float]] = {}
         for name, reward in self.rewards.items():
             if reward is None:
@@ -183,36 +181,45 @@ class Scorer:
                     returned = reward(**columns)
                 except Exception as error:
                     raise RuntimeError(f"the reward {name} raised {type(error).__name__}: {error}") from error
-            values[name] = checked_rewards(name, returned, completions)
+            values[name] = checked_rewards(f"the reward {name}", returned, completions)
         return [sum(w * v for w, v in zip(self.weights, row)) for row in zip(*values.values())], values
 
 
-def load_reward(name: str) -> Reward:
+def columns_of(prompts: list[str], completions: list[str], completion_ids: list[list[int]], entries: list[Entry]) -> dict[str, list[Any]]:
+    """What every reward function is called with."""
+    columns: dict[str, list[Any]] = {key: [entry[key] for entry in entries] for key in entries[0] if all(key in entry for entry in entries)}
+    columns |= {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+    columns.pop("prompt", None)
+    return columns
+
+
+def load_function(flag: str, name: str) -> Callable[..., Any]:
     module, colon, function = name.partition(":")
     if not colon or not module or not function:
-        raise ValueError(f"--rewards: expected 'verifier' or module:function, got {name!r}")
+        expected = "'verifier' or module:function" if flag == "--rewards" else "module:function"
+        raise ValueError(f"{flag}: expected {expected}, got {name!r}")
     if os.getcwd() not in sys.path:  # a console script has its own folder there instead
         sys.path.insert(0, os.getcwd())
     try:
         reward = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"--rewards: cannot import {name!r} from the current folder or the installed packages: {error}") from error
+        raise ValueError(f"{flag}: cannot import {name!r} from the current folder or the installed packages: {error}") from error
     if not callable(reward):
-        raise ValueError(f"--rewards: {name!r} is a {type(reward).__name__}, expected a function")
+        raise ValueError(f"{flag}: {name!r} is a {type(reward).__name__}, expected a function")
     return reward
 
 
-def checked_rewards(name: str, returned: Any, completions: Sequence[str]) -> list[float]:
-    """One finite number a completion, or a ValueError that shows the first one that is not."""
+def checked_rewards(source: str, returned: Any, texts: Sequence[str], unit: str = "completion") -> list[float]:
+    """One finite number for each of the texts, or a ValueError that shows the first one that is not."""
     try:
         values = list(returned.tolist() if hasattr(returned, "tolist") else returned)
     except TypeError:
-        raise ValueError(f"the reward {name}: expected a list of {len(completions)} numbers, got {type(returned).__name__}") from None
-    if isinstance(returned, str) or len(values) != len(completions):
-        raise ValueError(f"the reward {name}: expected {len(completions)} numbers, one a completion, got {len(values)}")
-    for value, text in zip(values, completions):
+        raise ValueError(f"{source}: expected a list of {len(texts)} numbers, got {type(returned).__name__}") from None
+    if isinstance(returned, str) or len(values) != len(texts):
+        raise ValueError(f"{source}: expected {len(texts)} numbers, one a {unit}, got {len(values)}")
+    for value, text in zip(values, texts):
         if not isinstance(value, (int, float)) and not hasattr(value, "__float__"):
-            raise ValueError(f"the reward {name}: expected a finite number, got {value!r} for the completion {text[:200]!r}")
+            raise ValueError(f"{source}: expected a finite number, got {value!r} for the {unit} {text[:200]!r}")
         if not math.isfinite(float(value)):
-            raise ValueError(f"the reward {name}: expected a finite number, got {value} for the completion {text[:200]!r}")
+            raise ValueError(f"{source}: expected a finite number, got {value} for the {unit} {text[:200]!r}")
     return [float(value) for value in values]

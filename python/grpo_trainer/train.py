@@ -2,7 +2,7 @@
 
     for each step:
         completions = generate(prompts)                                    one rollout, num_prompts x num_generations
-        advantages  = group_advantages(rewards)
+        advantages  = group_advantages(rewards)                            or, from a reward for each step, process_advantages
         for each pass (num_iterations):
             for each window of micro-batches:
                 loss = fused_grpo_loss(logits, ...); backward              normalised over the whole window
@@ -18,6 +18,7 @@ import math
 import os
 import shutil
 import time
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from grpo_kernels import fused_grpo_loss, group_advantages, grpo_metrics, token_
 from grpo_trainer import checkpoint, report
 from grpo_trainer.config import Config, check
 from grpo_trainer.rollout import Prompts, Rollout, Sampler
+from grpo_trainer.steps import StepScorer, step_advantages
 from grpo_trainer.tasks import Problems, Scorer
 
 CHECKPOINTS = "checkpoints"
@@ -59,6 +61,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
     prompts = Prompts(tokenizer, config.system_prompt)
     problems = Problems(config, fits=lambda entry: 0 < len(prompts.ids(entry)) <= config.max_prompt_length)
     scorer = Scorer(config, problems)
+    step_scorer = StepScorer(config, tokenizer) if config.supervision == "process" else None
     policy = load_model(start_from or config.model, config, tokenizer)
     reference = load_model(config.model, config, tokenizer).requires_grad_(False) if config.beta > 0 or config.track_kl else None
     sampler = Sampler(policy, tokenizer, config.resolved_dtype())
@@ -92,8 +95,15 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
         rollout = sampler.generate(prompt_ids, config.max_completion_length, config.temperature, config.generation_batch_size)
         completions = rollout.completions()
         texts = sampler.texts(completions)
-        rewards, each_reward = scorer([prompts.text(entry) for entry in entries], texts, completions, entries)
-        advantages = group_advantages(torch.tensor(rewards, dtype=torch.float64), group, scale_rewards=config.scale_rewards).to(device)
+        scored = [prompts.text(entry) for entry in entries], texts, completions, entries
+        rewards, each_reward = scorer(*scored)
+        if step_scorer is None:
+            step_rewards = None
+            advantages = group_advantages(torch.tensor(rewards, dtype=torch.float64), group, scale_rewards=config.scale_rewards)
+        else:
+            step_rewards, step_ends = step_scorer(*scored, rewards)
+            advantages = step_advantages(step_rewards, step_ends, rollout.completion_ids.shape[1], group)
+        advantages = advantages.to(device)
 
         # Log-probabilities of the policy that sampled and of the reference, on the same micro-batches as the update: the same row in
         # another batch is another sum in the model's matrix products, and the first ratio would not be 1.
@@ -109,7 +119,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
                 part = rollout.rows(rows)
                 mask = _loss_mask(part, config)
                 result = fused_grpo_loss(
-                    sampler.logits(policy, part), part.completion_ids, advantages[rows.start : rows.stop],
+                    sampler.logits(policy, part), part.completion_ids, _advantages_of(advantages, rows, part),
                     old_logps=old_logps.get(rows.start), ref_logps=ref_logps.get(rows.start), completion_mask=mask,
                     num_items_in_batch=tokens, num_sequences=sequences, **arguments,
                 )  # fmt: skip
@@ -129,7 +139,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
         record: dict[str, Any] = {
             "step": step,
             "optimizer_step": progress["optimizer_step"],
-            **_reward_statistics(rewards, each_reward, group),
+            **_reward_statistics(rewards, each_reward, step_rewards, group),
             "length": sum(rollout.completion_lengths) / len(rewards),
             "truncated": sum(rollout.truncated) / len(rewards),
             **sums.means(),  # host sync
@@ -244,6 +254,12 @@ def _logps(model: Any, sampler: Sampler, rollout: Rollout, config: Config) -> di
     return result
 
 
+def _advantages_of(advantages: Tensor, rows: range, part: Rollout) -> Tensor:
+    """(B,), or (B, T) without the padding columns that `part` does not have either."""
+    block = advantages[rows.start : rows.stop]
+    return block if block.dim() == 1 else block[:, : part.completion_ids.shape[1]]
+
+
 def _loss_mask(rollout: Rollout, config: Config) -> Tensor:
     mask = rollout.completion_mask()
     if config.mask_truncated:
@@ -258,15 +274,20 @@ def _trained_tokens(rollout: Rollout, config: Config) -> int:
     )
 
 
-def _reward_statistics(rewards: list[float], each: dict[str, list[float]], num_generations: int) -> dict[str, float]:
-    groups = [rewards[start : start + num_generations] for start in range(0, len(rewards), num_generations)]
+def _reward_statistics(
+    rewards: list[float], each: dict[str, list[float]], steps: list[list[float]] | None, num_generations: int
+) -> dict[str, float]:
+    compared = [[reward] for reward in rewards] if steps is None else steps
+    pools = [list(chain(*compared[start : start + num_generations])) for start in range(0, len(rewards), num_generations)]
     values = torch.tensor(rewards, dtype=torch.float64)
     statistics = {
         "reward": values.mean().item(),
         "reward_std": values.std().item(),
         # groups that teach nothing: all right, or all wrong
-        "zero_std_groups": sum(min(group) == max(group) for group in groups) / len(groups),
+        "zero_std_groups": sum(len(set(pool)) < 2 for pool in pools) / len(pools),
     }
+    if steps is not None:
+        statistics |= {"step_reward": sum(chain(*steps)) / max(sum(map(len, steps)), 1), "steps": sum(map(len, steps)) / len(steps)}
     if len(each) > 1:
         statistics |= {f"reward/{name}": sum(scores) / len(scores) for name, scores in each.items()}
     return statistics
