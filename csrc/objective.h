@@ -197,6 +197,12 @@ GRPO_HOST_DEVICE inline Token load_token(const TokenInputs& in, int64_t row, flo
     return t;
 }
 
+// Whether a token can have a gradient, as far as that is known before its log-probability.
+GRPO_HOST_DEVICE inline bool may_have_gradient(const TokenInputs& in, int64_t row, const ObjectiveParams& p) {
+    const bool policy = in.advantages[row] != 0.0f && (!in.policy_weights || in.policy_weights[row] != 0.0f);
+    return in.weights[row] != 0.0f && (policy || p.beta > 0.0f);
+}
+
 GRPO_HOST_DEVICE inline void store_token(const TokenOutputs& out, int64_t row, const TokenLoss& t) {
     out.loss[row] = t.loss;
     out.policy_loss[row] = t.policy_loss;

@@ -113,7 +113,7 @@ void loss_and_grad(const Shape& shape, const Rows& logits, const Targets& target
             const int64_t id = targets.token_ids[row];
             const float temperature = targets.temperature[row], dentropy = in.entropy_weights ? -in.entropy_weights[row] : 0.0f;
             // The entropy's gradient needs exponents beside exponentials: then the logits are read again.
-            const bool keep = dentropy == 0.0f;
+            const bool keep = dentropy == 0.0f && may_have_gradient(in, row, params);
             const Exponentials<Storage> kept(scratch.of_this_thread(), dz, shape.vocab);
             const RowStats stats = keep ? row_stats<Storage, true>(z, shape.vocab, id, temperature, &kept)
                                         : row_stats<Storage, false>(z, shape.vocab, id, temperature, nullptr);
