@@ -140,6 +140,17 @@ def test_every_layout_gives_the_same_bits(backend: str, mode: str, layout: str) 
     assert same_bits(got.dlogits, want.dlogits) and same_bits(got.output.loss.detach(), want.output.loss.detach())
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("upstream", [1.5, 0.37, -2.0])
+def test_a_stored_gradient_is_scaled_with_torchs_rounding(backend: str, dtype: torch.dtype, upstream: float) -> None:
+    """Half of the products with 1.5 lie in the middle between two values of a half dtype: to the even one, and none is biased."""
+    inputs = batch(12, (4, 6, 1023), dtype) | {"beta": 0.1}
+    for mode in ("one_pass", "one_pass+inplace"):
+        stored, scaled = run(inputs, backend, mode), run(inputs, backend, mode, upstream=upstream)
+        want = stored.dlogits * torch.tensor(upstream, dtype=torch.float32)
+        assert torch.equal(scaled.dlogits, want) and (want != 0).any()
+
+
 @pytest.mark.parametrize("name", ["advantages", "old_logps", "ref_logps", "completion_mask", "completion_ids", "temperature"])
 def test_tensors_per_token_come_in_any_stride(backend: str, name: str) -> None:  # F13
     inputs = batch(8, (4, 6, 31), temperature=torch.rand(4, 6, generator=generator(8)) + 0.5) | {"beta": 0.04}

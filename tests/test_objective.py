@@ -170,6 +170,8 @@ def test_nan_stays_nan(backend: str, poisoned: str) -> None:
         for options in ({}, {"delta": 2.0, "dual_clip": 3.0}):
             output, dlogp = token(**(values | {"advantage": advantage}), backend=backend, beta=0.1, **options)
             assert output.loss.isnan() and math.isnan(dlogp) and output.clipped.item() == 0
+    if poisoned == "logp":  # also where the derivative, -A, does not hold the log-prob
+        assert math.isnan(token(math.nan, 1.0, backend, loss_type="reinforce")[1])
 
 
 def test_a_reference_without_a_penalty_is_only_reported(backend: str) -> None:
