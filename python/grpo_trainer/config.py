@@ -71,9 +71,9 @@ class Config:
     )
     step_delimiter: str = option(
         "\n",
-        r"text that ends a step (\n and \t are read as newline and tab) and belongs to it. What follows the last one is a step too, also in "
-        "an answer that was cut off; blank pieces join the step before them; the end token belongs to the last step. A blank answer has no "
-        "steps, and advantage 0",
+        r"text that ends a step and belongs to it (\n and \t are read as newline and tab). What follows the last one is a step too, also "
+        "in an answer that was cut off; blank pieces join the step before them; the end token belongs to the last step. A blank answer "
+        "has no steps, and advantage 0",
         read=unescaped,
     )
 
