@@ -184,7 +184,7 @@ DEMO: dict[str, Any] = {
     "micro_batch_size": 256,
     "learning_rate": 5e-5,
     "warmup_steps": 3,
-    "steps": 25,
+    "steps": 20,
     "eval_every": 5,
     "save_every": 5,
     "track_kl": True,

@@ -36,7 +36,7 @@ SUMMARY = "summary.json"
 
 # Warm-up. The order matters: mixed from the start, the model learns to sum all terms at once for both kinds, and worked answers are hardly
 # better than bare ones (80 % and 67 % after 900 steps, half and half, 4 to 6 terms): nothing for GRPO to find.
-STEPS, QUICK_STEPS = 1000, 20
+STEPS, QUICK_STEPS = 800, 20
 BATCH = 32
 LEARNING_RATE = 2e-3  # rises over 50 steps, then falls to 0: the bare answers come when it is low and leave the rest as it is
 WORKED_ONLY = 0.8  # of the steps; after that a share of
