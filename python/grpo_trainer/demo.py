@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_trainer import checkpoint, report
-from grpo_trainer.config import Config
+from grpo_trainer.config import Config, check
 from grpo_trainer.tasks import Entry, Problems
 from grpo_trainer.train import CHECKPOINTS, train
 
@@ -46,6 +46,7 @@ FIRST_PROBLEM = 5_000_000  # the warm-up's problems; GRPO's begin at 0, so they 
 
 def run(config: Config, *, resume: bool = False) -> None:
     """Warm-up, GRPO, table, picture, summary.json; every figure is the verifier's on the held-out problems."""
+    check(replace(config, model=WARMUP))  # before minutes of warm-up, and before an older run is deleted
     started = time.perf_counter()
     # What it was measured with. More threads wait for each other over products this small, and other sums make other bits.
     torch.set_num_threads(min(torch.get_num_threads(), 2))

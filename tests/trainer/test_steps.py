@@ -278,6 +278,13 @@ def test_settings_that_do_not_go_together(process: Settings, changes: dict[str, 
         check(replace(process(), **changes))
 
 
+def test_the_demo_hears_of_wrong_settings_before_it_warms_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--demo", "--step-reward", "a:b", "--output-dir", str(tmp_path / "run")])
+    assert "error: --step-reward: got 'a:b', expected it only with --supervision process" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
