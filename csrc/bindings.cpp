@@ -64,6 +64,7 @@ PYBIND11_MODULE(_C, m) {
     m.doc() = "Native kernels of grpo_kernels over raw addresses; grpo_kernels.backends.native is the only caller.";
     const py::call_guard<py::gil_scoped_release> no_gil;
 
+    m.attr("interface") = 1;  // goes up with any change of a function here: native.py refuses a module that it was not written for
     m.def("isa", &cpu::isa);
     m.def("isas", [] { return py::tuple(py::cast(cpu::isas())); });
     m.def("cuda_archs", [] { return py::tuple(); });

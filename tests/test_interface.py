@@ -138,3 +138,11 @@ def test_the_public_names_are_the_exported_ones_and_say_what_they_are():
         assert documented and not documented.startswith(f"{name}("), name  # a NamedTuple's own text says nothing
         if inspect.isfunction(getattr(gk, name)):
             assert ">>>" in documented, name
+
+
+def test_a_native_module_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from grpo_kernels.backends import native
+
+    monkeypatch.setattr(native._C, "interface", native._C.interface - 1)
+    with pytest.raises(ImportError, match="another version"):
+        native.load("cpu")

@@ -13,6 +13,8 @@ import grpo_kernels._C as _C
 
 __all__ = ["CpuBackend", "load"]
 
+_INTERFACE = 1  # of csrc/bindings.cpp
+
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # DType of csrc/kernels.h
 _SCALES = {"group": 0, "batch": 1, "none": 2}  # AdvantageScale
 _BASELINES = {"mean": 0, "leave_one_out": 1}  # Baseline
@@ -145,5 +147,7 @@ class CpuBackend:
 
 def load(name: str) -> CpuBackend:
     """The backend of that name; raises ImportError or RuntimeError with the reason where it cannot run."""
+    if getattr(_C, "interface", None) != _INTERFACE:
+        raise ImportError(f"{_C.__file__} was compiled from another version of the package and would compute wrong numbers; build it again")
     _C.isa()  # an unusable GRPO_KERNELS_ISA is reported now, not in the middle of a forward
     return CpuBackend()
