@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders
-from tokenizers.models import WordLevel
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE, WordLevel
+from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
 import grpo_trainer.train as module
@@ -74,6 +75,18 @@ def tokenizer_of(tokens: list[str], decoder: Any) -> Any:
 # tokens that are, reach over, hold several of, or only begin a delimiter
 SPANNING = tokenizer_of(["a", "b", "\n", ".\n", "\nb", "a\nb\na", "\n\n", " "], decoders.Fuse())
 BYTES = tokenizer_of([f"<0x{byte:02X}>" for byte in range(256)], decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]))
+
+
+def trained_bpe() -> Any:
+    """As GPT-2's: tokens of bytes, merged across words, so that some reach over a delimiter and some are part of a character."""
+    inner = Tokenizer(BPE())
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    inner.train_from_iterator(["ab\na你b\n\na"] * 9, BpeTrainer(vocab_size=270, initial_alphabet=alphabet, show_progress=False))
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+BPE_BYTES = trained_bpe()
 
 
 def ends_of(tokenizer: Any, ids: list[int], delimiter: str) -> list[int]:
@@ -146,13 +159,16 @@ def test_ends_are_right_where_bytes_are_tokens(text: str, delimiter: str, ends: 
     assert ends_of(BYTES, ids, delimiter) == ends
 
 
-@pytest.mark.parametrize("tokenizer", [SPANNING, BYTES], ids=["spanning", "bytes"])
+@pytest.mark.parametrize("tokenizer", [SPANNING, BYTES, BPE_BYTES], ids=["spanning", "bytes", "bpe"])
 def test_ends_are_those_of_trying_every_prefix(tokenizer: Any) -> None:
     draw = random.Random(0)
     several = 0
     for _ in range(300):
-        if tokenizer is BYTES:  # whole characters, but for an answer that is cut off in the middle of one
-            ids = [byte + 2 for byte in "".join(draw.choices("ab\n\n你😀é", k=12)).encode()][: draw.randrange(1, 40)]
+        text = "".join(draw.choices("ab\n\n你😀é", k=12))  # whole characters, but for an answer that is cut off in the middle of one
+        if tokenizer is BYTES:
+            ids = [byte + 2 for byte in text.encode()][: draw.randrange(1, 40)]
+        elif tokenizer is BPE_BYTES:
+            ids = tokenizer(text)["input_ids"][: draw.randrange(1, 40)]
         else:
             ids = [draw.randrange(len(tokenizer)) for _ in range(draw.randrange(1, 30))]
         ends = ends_of(tokenizer, ids, "\n")
