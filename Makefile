@@ -28,7 +28,7 @@ demo: $(call ready,trainer) ## train a small model from scratch, on the CPU, and
 # grpo-train and pytest as scripts: `python -m` would put this folder first on the path. Tests that start `python -m` themselves are
 # kept from it by PYTHONSAFEPATH (Python 3.11 on).
 PYTEST = PYTHONSAFEPATH=1 $(BIN)/pytest
-IN_PARALLEL = OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) --dist loadgroup
+IN_PARALLEL = OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) --dist loadfile
 
 test: $(call ready,test) ## build, install and test the wheel
 	$(IN_PARALLEL) -m 'not serial and not slow' tests

@@ -27,8 +27,7 @@ MODULE = f"grpo_kernels/_C{sysconfig.get_config_var('EXT_SUFFIX')}"
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "grpo_kernels/__init__.py").read_text(), flags=re.MULTILINE)[1]
 UNOPTIMISED = "-DCMAKE_CXX_FLAGS_RELEASE=-O0"
 
-# One process runs this file (pytest -n --dist loadgroup), so that what is built is built once.
-pytestmark = pytest.mark.xdist_group("packaging")
+# One process runs this file (pytest -n --dist loadfile), so that what is built is built once.
 
 
 def run(*command: str | Path, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:

@@ -39,8 +39,7 @@ from cases import DTYPES, MODES, batch, run, same_bits
 from grpo_kernels.backends import Backend, get
 from grpo_kernels.options import ObjectiveParams
 
-# One process runs this file (pytest -n --dist loadgroup), so that the counting build is made once.
-pytestmark = pytest.mark.xdist_group("traffic")
+# One process runs this file (pytest -n --dist loadfile), so that the counting build is made once.
 
 CSRC, NATIVE = Path(__file__).resolve().parents[1] / "csrc", Path(__file__).resolve().parent / "native"
 AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
