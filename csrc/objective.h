@@ -144,7 +144,8 @@ GRPO_HOST_DEVICE inline Dual kl_k3(Dual d) {
 
 // ratio k3(d). Its gradient in closed form is ratio (logp - ref_logp): the product rule's two terms would cancel (8 % off at 1e-3).
 GRPO_HOST_DEVICE inline Dual kl_k3_bias_corrected(Dual ratio, Dual d, float max_log_ratio) {
-    const float value = ratio.value * kl_k3(hold(d, max_log_ratio)).value, grad = ratio.grad * -d.value;
+    const float value = ratio.value * kl_k3(hold(d, max_log_ratio)).value;
+    const float grad = ratio.grad == 0.0f ? 0.0f : ratio.grad * -d.value;  // a held ratio has none, also where d is infinite
     return {value > FLT_MAX ? FLT_MAX : value, grad > FLT_MAX ? FLT_MAX : grad < -FLT_MAX ? -FLT_MAX : grad};
 }
 

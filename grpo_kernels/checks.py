@@ -49,8 +49,11 @@ def plain_tensor(name: str, x: Any) -> Tensor:
     return x
 
 
-def check_logits(logits: Any, token_ids: Any, ids_name: str) -> None:
-    """logits (B, T, V) or (B, T + 1, V) and integer ids (B, T); or packed, (N, V) or (1, N, V), and (N,). Contiguous over V."""
+def check_logits(logits: Any, token_ids: Any, ids_name: str, *, packed: bool = False) -> None:
+    """logits (B, T, V) or (B, T + 1, V) and integer ids (B, T); or packed, (N, V) or (1, N, V), and (N,). Contiguous over V.
+
+    `packed`: cu_seqlens stand beside, so ids (1, N) are packed too, and packed rows have no spare position.
+    """
     plain_tensor("logits", logits)
     plain_tensor(ids_name, token_ids)
     if logits.dtype not in _FLOATS:
@@ -61,8 +64,9 @@ def check_logits(logits: Any, token_ids: Any, ids_name: str) -> None:
     if len(ids_shape) == 1:
         fits, expected = shape[:-1] in (ids_shape, (1, *ids_shape)), "logits (N, V) or (1, N, V) beside (N,)"
     else:
-        fits = len(shape) == 3 and len(ids_shape) == 2 and shape[0] == ids_shape[0] and shape[1] - ids_shape[1] in (0, 1)
-        expected = "logits (B, T, V) or (B, T + 1, V) beside (B, T)"
+        spare = (0,) if packed else (0, 1)
+        fits = len(shape) == 3 and len(ids_shape) == 2 and shape[0] == ids_shape[0] and shape[1] - ids_shape[1] in spare
+        expected = "packed logits (1, N, V) beside (1, N)" if packed else "logits (B, T, V) or (B, T + 1, V) beside (B, T)"
     if not fits:
         raise ValueError(f"{ids_name}: expected {expected}, got logits {shape} beside {ids_shape}")
     if shape[-1] == 0:

@@ -99,7 +99,7 @@ def fused_grpo_loss(
     (tensor(-1.6094), tensor(-0.1333))
     """
     params = ObjectiveParams.from_options(options, _FUSED_ARGUMENTS)
-    check_logits(logits, completion_ids, "completion_ids")
+    check_logits(logits, completion_ids, "completion_ids", packed=cu_seqlens is not None)
     if one_pass and params.needs_all_logps:
         raise ValueError(
             f"one_pass: loss_type {params.loss_type!r} at level {params.importance_sampling_level!r} needs the log-probs of whole "

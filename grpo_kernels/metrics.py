@@ -55,7 +55,7 @@ def grpo_metrics(
     clipped = plain_tensor("output.clipped", output.clipped)
     sequences = sequences_of("output.clipped", clipped, cu_seqlens)
     active = mask_rows("completion_mask", completion_mask, sequences, clipped)
-    mask = torch.ones(clipped.shape, device=clipped.device) if active is None else active.float()
+    mask = torch.ones(clipped.shape, dtype=torch.float32, device=clipped.device) if active is None else active.float()
     kl, entropy = (torch.where(mask > 0, x, 0).sum(dtype=torch.float32) for x in (output.kl, output.entropy))
     lengths = sequences.sums(mask)
     lows, highs = sequences.sums((clipped < 0) * mask), sequences.sums((clipped > 0) * mask)
@@ -67,7 +67,7 @@ def grpo_metrics(
     sums = torch.stack([lengths.sum(), kl, entropy, *counted])
     # Smallest and largest of the sequences' fractions; one all-reduce takes both as maxima, of which there may be none.
     edges = torch.where(lengths > 0, torch.stack([-low_fractions, high_fractions]), -torch.inf)
-    edges = torch.cat([edges, torch.full((2, 1), -torch.inf, device=mask.device)], 1).amax(1)
+    edges = torch.cat([edges, mask.new_full((2, 1), -torch.inf)], 1).amax(1)
     if group is not None:
         dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=group)
         dist.all_reduce(edges, op=dist.ReduceOp.MAX, group=group)

@@ -193,7 +193,8 @@ class ObjectiveParams:
         named["objective"] = float(OBJECTIVES.index(named["objective"]))
         named["kl_estimator"] = float(KL_ESTIMATORS.index(named["kl_estimator"]))
         # Arithmetic with a tensor is what torch.compile keeps as a run-time value: a list, torch.tensor and torch.full are constants.
-        return torch.stack([torch.zeros((), dtype=torch.float64) + value for value in (*named.values(), float(self.beta))])
+        zero = torch.zeros((), dtype=torch.float64, device="cpu")  # whatever torch.set_default_device says
+        return torch.stack([zero + value for value in (*named.values(), float(self.beta))])
 
 
 OPTION_NAMES = tuple(field.name for field in fields(ObjectiveParams))

@@ -111,7 +111,7 @@ def token_objective(
     else:
         clipped = torch.zeros_like(clipped)
         if objective == "sapo":
-            k = torch.where(positive, sapo_temperature_pos, sapo_temperature_neg)
+            k = torch.where(positive, sapo_temperature_pos, torch.zeros_like(advantages) + sapo_temperature_neg)
             x = k * (ratio - 1)
             gate = torch.where(x > 0, 1 - torch.sigmoid(-x), torch.sigmoid(x))  # the side whose derivative s (1 - s) does not cancel
             policy = -advantages * gate * 4 / k

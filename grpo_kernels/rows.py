@@ -60,9 +60,10 @@ def check_inplace(name: str, logits: Tensor, inplace: bool) -> bool:
     """Whether the gradient is to be written over the logits; errors where that could not be right. Without grad nothing is written."""
     if not (inplace and logits.requires_grad and torch.is_grad_enabled()):
         return False
-    whole = logits if logits._base is None else logits._base
-    if whole.is_leaf and whole.requires_grad:
-        view = "" if whole is logits else "a view of "
+    # A leaf may itself be a view, of a tensor that requires no grad.
+    base = logits._base
+    view = "a view of " if base is not None and base.is_leaf and base.requires_grad else ""
+    if view or logits.is_leaf:
         raise RuntimeError(f"{name}: the logits are {view}a leaf that requires grad, whose values would be lost; pass {name}=False")
     dims = list(zip(logits.stride(), logits.shape))
     for i, (stride, size) in enumerate(dims):

@@ -65,7 +65,8 @@ def _vespo_weights(log_ratio: Tensor, advantages: Tensor, folded: Tensor | None,
     q = sequences.sums(hold(log_ratio, 20.0))
     q = sequences.spread((q if folded is None else q + folded).clamp(*VESPO_LOG_RANGE))
     positive = advantages >= 0
-    k = torch.where(positive, params.vespo_k_pos, params.vespo_k_neg)
-    lam = torch.where(positive, params.vespo_lambda_pos, params.vespo_lambda_neg)
+    zero = torch.zeros_like(q)  # its dtype: of two numbers torch.where makes one of the default dtype
+    k = torch.where(positive, params.vespo_k_pos, zero + params.vespo_k_neg)
+    lam = torch.where(positive, params.vespo_lambda_pos, zero + params.vespo_lambda_neg)
     phi = torch.exp(lam + k * q - lam * q.exp())
     return torch.where(phi.isfinite(), phi, 0.0)

@@ -55,5 +55,5 @@ def token_weights(
 def _at_least_some(count: float | Tensor, dtype: torch.dtype) -> float | Tensor:
     """A count <= 0, as of a batch with nothing to learn from, counts as 1."""
     if isinstance(count, Tensor):
-        return torch.where(count > 0, count.to(dtype), 1)
+        return torch.where(count > 0, count.detach().to(dtype), 1)
     return count if count > 0 else 1

@@ -99,6 +99,15 @@ def test_splitting_a_batch_changes_nothing_with_global_counts(backend: str, loss
     torch.testing.assert_close(sum(part.output.loss for part in parts) / ranks, whole.output.loss, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize(("loss_type", "name"), [("dapo", "num_items_in_batch"), ("grpo", "num_sequences")])
+def test_a_count_is_a_constant(backend: str, loss_type: str, name: str, level: str) -> None:
+    logps, count = torch.full((2, 3), -1.0, requires_grad=True), torch.tensor(4.0, requires_grad=True)
+    options = {"loss_type": loss_type, "importance_sampling_level": level, name: count}
+    gk.grpo_loss(logps, torch.tensor([1.0, 2.0]), **options, backend=backend).loss.backward()
+    assert count.grad is None and logps.grad is not None
+
+
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_the_padded_length_changes_nothing(backend: str, loss_type: str) -> None:
     inputs = batch(2, (3, 4, 31)) | {"beta": 0.1, "loss_type": loss_type, "max_completion_length": 9, "entropy_coef": 0.1}

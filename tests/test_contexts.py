@@ -58,6 +58,52 @@ def test_constants_of_any_dtype_are_taken(backend, constants, mask):
     assert all(same_bits(x, y) for x, y in zip(got, outputs_and_gradient({**inputs, **widened}, **OPTIONS, backend=backend)))
 
 
+# --- defaults of the process ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def default_dtype():
+    before = torch.get_default_dtype()
+    yield torch.set_default_dtype
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
+@pytest.mark.parametrize("loss_type", ["grpo", "cispo", "sapo", "vespo"])
+def test_the_default_dtype_changes_no_bit(backend, default_dtype, loss_type, level, dtype):
+    """Model loaders set it; the numbers below are no bfloat16 numbers."""
+    inputs = {**small_batch(), "importance_weights": torch.tensor([0.3, 2.1])}
+    options = {**OPTIONS, "loss_type": loss_type, "importance_sampling_level": level, "epsilon_high": 1.0137, "backend": backend}
+    options |= {"vespo_k_pos": 1.313, "vespo_k_neg": 1.717, "vespo_lambda_pos": 1.919, "vespo_lambda_neg": 2.121, "temperature": 0.731}
+    options |= {"sapo_temperature_pos": 1.013}
+    plain = outputs_and_gradient(inputs, **options)
+    default_dtype(dtype)
+    inside = outputs_and_gradient(inputs, **options)
+    assert all(x.dtype == y.dtype and same_bits(x, y) for x, y in zip(plain, inside))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_default_dtype_changes_no_metric(backend, default_dtype, dtype):
+    logps = torch.log(torch.linspace(0.5, 1.5, 2 * 301).view(2, 301))
+    output = gk.grpo_loss(logps, torch.tensor([1.0, -1.0]), old_logps=torch.zeros(2, 301), backend=backend)
+    for mask in (None, torch.ones(2, 301)):
+        torch.set_default_dtype(torch.float32)
+        plain = gk.grpo_metrics(output, mask)
+        default_dtype(dtype)
+        inside = gk.grpo_metrics(output, mask)
+        assert all(inside[name].dtype == torch.float32 and same_bits(inside[name], plain[name]) for name in plain)
+
+
+def test_the_default_device_changes_no_bit(backend, flags):
+    """Hyper-parameters made on "meta" would leave every output unwritten, on "cuda" the kernels would wait for them."""
+    inputs = small_batch()
+    plain = outputs_and_gradient(inputs, **OPTIONS, **flags, backend=backend)
+    with torch.device("meta"):
+        inside = outputs_and_gradient(inputs, **OPTIONS, **flags, backend=backend)
+    assert all(same_bits(x, y) for x, y in zip(plain, inside))
+
+
 # --- no_grad and inference mode ---------------------------------------------------------------------------------------------------------
 
 

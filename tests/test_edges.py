@@ -129,8 +129,26 @@ def test_an_impossible_target_off_policy_is_held(backend: str, mode: str, advant
     penalised = run(inputs | {"ref_logps": torch.tensor([[-1.0, -1.0]]), "beta": 0.1}, backend, mode)
     torch.testing.assert_close(penalised.output.kl[0, 0].double(), torch.tensor(math.exp(bound) - 1 - bound).double(), rtol=1e-5, atol=0)
     assert (penalised.dlogits[0, 0] == 0).all()
+    corrected = run(inputs | {"ref_logps": torch.tensor([[-1.0, -1.0]]), "beta": 0.1, "kl_bias_correction": True}, backend, mode)
+    assert (corrected.dlogits[0, 0] == 0).all() and corrected.dlogits.isfinite().all()
     both_impossible = run(inputs | {"ref_logps": torch.tensor([[-INF, -1.0]]), "beta": 0.1}, backend, mode)
     assert both_impossible.output.kl[0, 0] == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FC00000, -1], ids=hex)
+@pytest.mark.parametrize("where", ["advantage", "upstream"])
+def test_a_nan_of_any_bits_stays_nan_in_the_gradient(backend: str, where: str, bits: int, dtype: torch.dtype, mode: str) -> None:
+    """0x7fffffff is what a GPU's arithmetic makes: rounding it to bfloat16 as if it were a number gives -0."""
+    nan = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    inputs = batch(1, (1, 2, 40), dtype)
+    inputs["advantages"] = torch.ones(1, 2)
+    if where == "advantage":
+        inputs["advantages"][0, 0] = nan
+    got = run(inputs, backend, mode, **({"upstream": nan} if where == "upstream" else {}))
+    assert got.dlogits[0, 0].isnan().all()
+    assert got.dlogits[0, 1].isnan().all() == (where == "upstream")
 
 
 def poison(inputs: dict[str, Any], value: float, token_id: int) -> dict[str, Any]:

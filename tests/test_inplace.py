@@ -5,6 +5,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
+
 import pytest
 import torch
 
@@ -124,6 +129,32 @@ def test_in_place_on_a_view_gives_the_base_its_gradient(backend, flags, view):
     assert same_bits(leaf.grad[outside], expected[outside])
     if "inplace" not in flags:
         assert same_bits(base.detach(), leaf.detach())
+
+
+def test_a_leaf_that_is_a_view_of_a_tensor_without_grad_is_refused(backend, inplace_flags):
+    z = torch.randn(4, 3, 11)[1:3].requires_grad_()
+    before = z.detach().clone()
+    assert z.is_leaf and z._is_view()
+    with pytest.raises(RuntimeError, match="inplace: the logits are a leaf that requires grad"):
+        loss_of(z, backend, **inplace_flags).backward()
+    assert same_bits(z.detach(), before)
+
+
+def test_a_row_of_zeros_ends_where_the_row_ends_at_any_address(backend):
+    """A buffer may start between two elements, where no element is ever aligned; in a child, since a fault of this kind kills it."""
+    program = """
+        import sys, torch, grpo_kernels as gk
+        rows, vocab = 2, 20000
+        z = torch.frombuffer(bytearray(2 * rows * vocab + 64), dtype=torch.bfloat16, count=rows * vocab, offset=1).view(1, rows, vocab)
+        z.add_(torch.zeros(1, dtype=torch.bfloat16, requires_grad=True))
+        loss = gk.fused_grpo_loss(z, torch.tensor([[1, 2]]), torch.tensor([[1.0, 0.0]]), inplace=True, backend=sys.argv[1]).loss
+        loss.backward()
+        assert (z[0, 1] == 0).all() and (z[0, 0] != 0).all()
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", textwrap.dedent(program), backend]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert child.returncode == 0, child.stderr
 
 
 def test_without_grad_the_flags_leave_the_logits_alone(backend, inplace_flags):

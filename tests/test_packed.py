@@ -143,6 +143,14 @@ def test_packed_rows_without_offsets_raise(backend: str) -> None:
         gk.fused_grpo_loss(logits, **arguments, backend=backend)
 
 
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_packed_rows_have_no_spare_position(backend: str, one_pass: bool) -> None:
+    """Ids (1, N) beside logits (1, N + 1, V) are right without offsets; with them the kernels would read and write behind the rows."""
+    logits, ids = torch.randn(1, 7, 11), torch.randint(11, (1, 6))
+    with pytest.raises(ValueError, match=r"completion_ids: expected packed logits .* got logits \(1, 7, 11\) beside \(1, 6\)"):
+        gk.fused_grpo_loss(logits, ids, torch.ones(2), cu_seqlens=torch.tensor([0, 3, 6]), one_pass=one_pass, backend=backend)
+
+
 def test_no_sequences_and_no_rows_give_loss_0(backend: str) -> None:
     for offsets, rows in (([0], 0), ([0, 0, 0], 0), ([0, 0], 2), ([0], 2)):
         logits = torch.full((rows, 5), torch.nan, requires_grad=True)

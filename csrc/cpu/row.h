@@ -215,7 +215,7 @@ inline void fill_row(typename Storage::Element* row, int64_t vocab, typename Sto
 
     const bool is_long = vocab * int64_t(sizeof *row) >= 32768;
     int64_t i = 0;
-    for (; is_long && reinterpret_cast<uintptr_t>(row + i) % kVectorBytes != 0; i++) row[i] = value;
+    for (; is_long && i < vocab && reinterpret_cast<uintptr_t>(row + i) % kVectorBytes != 0; i++) row[i] = value;
     for (; i + columns <= vocab; i += columns) is_long ? stream(row + i, load<Bits>(pattern)) : store(row + i, load<Bits>(pattern));
     for (; i < vocab; i++) row[i] = value;
     stream_end();

@@ -89,7 +89,8 @@ void logprobs_backward(const Shape& shape, const Rows& logits, const Targets& ta
             const RowGrad grad = {dlogps[row],        dentropy ? dentropy[row] : 0.0f, saved.row_max[row],    saved.log_sum[row],
                                   saved.entropy[row], targets.temperature[row],        targets.token_ids[row]};
             const bool valid_id = grad.token_id >= 0 && grad.token_id < shape.vocab;
-            if (std::isnan(grad.log_sum) || !valid_id) return fill_row<Storage>(dz, shape.vocab, Storage::kNan);
+            if (std::isnan(grad.log_sum) || std::isnan(grad.a) || std::isnan(grad.b) || !valid_id)
+                return fill_row<Storage>(dz, shape.vocab, Storage::kNan);
             if (grad.a == 0.0f && grad.b == 0.0f) return fill_row<Storage>(dz, shape.vocab, 0);
             row_grad<Storage>(row_at<Element>(shape, logits, row), dz, shape.vocab, grad);
         });
@@ -122,7 +123,8 @@ void loss_and_grad(const Shape& shape, const Rows& logits, const Targets& target
             const TokenLoss token = token_objective(load_token(in, row, stats.logp, stats.entropy), params);
             store_token(loss_out, row, token);
 
-            if (std::isnan(stats.logp)) return fill_row<Storage>(dz, shape.vocab, Storage::kNan);
+            if (std::isnan(stats.logp) || std::isnan(token.dlogp) || std::isnan(dentropy))
+                return fill_row<Storage>(dz, shape.vocab, Storage::kNan);
             if (token.dlogp == 0.0f && dentropy == 0.0f) return fill_row<Storage>(dz, shape.vocab, 0);
             const RowGrad grad = {token.dlogp, dentropy, stats.max, stats.log_sum, stats.entropy, temperature, id};
             if (keep) return row_grad<Storage>(kept, dz, shape.vocab, stats.chosen, grad);
@@ -133,6 +135,8 @@ void loss_and_grad(const Shape& shape, const Rows& logits, const Targets& target
 
 void scale(const Shape& shape, const Rows& dlogits, float factor, int num_threads) {
     if (factor == 1.0f) return;
+    // Rounding to bfloat16 carries the NaN whose bits are all 1, which a GPU makes, over into 0.
+    if (std::isnan(factor)) factor = __builtin_nanf("");
     with_storage(shape.dtype, [&](auto storage) {
         using Storage = decltype(storage);
         for_each_row(shape.batch * shape.time, shape.vocab, num_threads, [&](int64_t row) {
