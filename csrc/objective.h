@@ -164,6 +164,9 @@ GRPO_HOST_DEVICE inline Dual kl_estimate(Dual ratio, Dual d, const ObjectivePara
     }
 }
 
+// 0 times an infinite term is 0: a token without weight adds nothing, whatever its log-probability.
+GRPO_HOST_DEVICE inline float times(float weight, float term) { return weight == 0.0f && std::isinf(term) ? 0.0f : weight * term; }
+
 GRPO_HOST_DEVICE inline TokenLoss token_objective(const Token& t, const ObjectiveParams& p) {
     const Dual log_ratio = hold({t.log_ratio, 1.0f}, p.max_log_ratio);
     const float rho = std::exp(log_ratio.value);
@@ -174,8 +177,8 @@ GRPO_HOST_DEVICE inline TokenLoss token_objective(const Token& t, const Objectiv
     const Dual penalty = p.beta > 0.0f ? Dual{p.beta * kl.value, p.beta * kl.grad} : Dual{0.0f, 0.0f};
 
     TokenLoss out;
-    out.policy_loss = t.weight * t.policy_weight * policy.value;
-    out.loss = t.weight * (t.policy_weight * policy.value + penalty.value);
+    out.policy_loss = times(t.weight * t.policy_weight, policy.value);
+    out.loss = out.policy_loss + times(t.weight, penalty.value);
     out.dlogp = t.weight * (t.policy_weight * policy.grad + penalty.grad);
     if (t.entropy_weight != 0.0f) out.loss -= t.entropy_weight * t.entropy;
     if (std::isnan(t.logp)) out.dlogp = t.logp;  // a degenerate row has a NaN gradient whatever its weight and advantage

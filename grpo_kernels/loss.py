@@ -112,9 +112,9 @@ def fused_grpo_loss(
     batch = Batch(logits, sequences, mask_rows("completion_mask", completion_mask, sequences, logits), check_backend(backend))
     inputs = _token_inputs(params, batch, advantages, old_logps, ref_logps, importance_weights, policy_weights, token_weights)
     inplace = check_inplace("inplace", logits, inplace)
-    # autograd lets a function that writes over a view return nothing else, and torch.compile cannot tell an unused output's gradient from
-    # zeros: there the gradient takes the logits' place in the backward, after two sweeps.
-    in_backward = inplace and (torch.compiler.is_compiling() or logits._is_view())
+    # autograd lets a function that writes over a view return nothing else, keeps no gradient of what was written over, and torch.compile
+    # cannot tell an unused output's gradient from zeros: there the gradient takes the logits' place in the backward, after two sweeps.
+    in_backward = inplace and (torch.compiler.is_compiling() or logits._is_view() or logits.retains_grad)
     if one_pass and not in_backward and logits.requires_grad and torch.is_grad_enabled():
         return one_pass_loss(logits, ids, batch.active, taus, params, inputs.tokens, inplace, batch.backend)
     logps, entropy = score(logits, ids, batch.active, taus, inplace, batch.backend)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from grpo_kernels import ops
 from grpo_kernels.options import ObjectiveParams, TokenInputs
-from grpo_kernels.reference import TokenObjective
+from grpo_kernels.reference import TokenObjective, times
 
 __all__ = ["empty_outputs", "token_objective", "total", "weighted_sum"]
 
@@ -26,8 +26,9 @@ def weighted_sum(
     term: TokenObjective, entropy: Tensor | None, active: Tensor | None, params: ObjectiveParams, inputs: TokenInputs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same results from terms that plain torch made, differentiable in them and in entropy."""
-    policy = inputs.weights * (term.policy if inputs.policy_weights is None else _used(inputs.policy_weights, active) * term.policy)
-    loss = policy + inputs.weights * (params.beta * term.kl) if params.beta > 0 else policy
+    factor = inputs.weights if inputs.policy_weights is None else inputs.weights * _used(inputs.policy_weights, active)
+    policy = times(factor, term.policy)
+    loss = policy + times(inputs.weights, params.beta * term.kl) if params.beta > 0 else policy
     if entropy is not None and inputs.entropy_weights is not None:
         loss = loss - inputs.entropy_weights * _used(entropy, active)
     return total(loss), total(policy).detach(), term.kl.detach(), term.clipped

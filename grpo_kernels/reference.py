@@ -24,6 +24,7 @@ __all__ = [
     "named_params",
     "process_advantages",
     "row_stats",
+    "times",
     "token_objective",
 ]
 
@@ -106,7 +107,7 @@ def token_objective(
         policy = torch.where(negative & (policy_capped < policy), policy_capped, policy)
     elif objective == "cispo":
         weight = ratio.detach()
-        policy = -_product(torch.where(weight > epsilon_high, epsilon_high, weight) * advantages, logps)
+        policy = -times(torch.where(weight > epsilon_high, epsilon_high, weight) * advantages, logps)
         clipped = (positive & (ratio > epsilon_high)).to(torch.int8)
     else:
         clipped = torch.zeros_like(clipped)
@@ -116,7 +117,7 @@ def token_objective(
             gate = torch.where(x > 0, 1 - torch.sigmoid(-x), torch.sigmoid(x))  # the side whose derivative s (1 - s) does not cancel
             policy = -advantages * gate * 4 / k
         else:
-            policy = -_product(advantages, logps)
+            policy = -times(advantages, logps)
 
     kl = torch.zeros_like(logps)
     if ref_logps is not None:
@@ -147,9 +148,9 @@ def difference(logps: Tensor, other_logps: Tensor | None = None) -> Tensor:
     return _Difference.apply(logps, logps.detach() if other_logps is None else other_logps)
 
 
-def _product(coefficient: Tensor, logps: Tensor) -> Tensor:
-    """coefficient * logps, 0 times -inf being 0."""
-    return coefficient * torch.where((coefficient == 0) & logps.isneginf(), 0.0, logps)
+def times(weight: Tensor, term: Tensor) -> Tensor:
+    """weight * term, 0 times an infinite term being 0: a token without weight adds nothing, whatever its log-probability."""
+    return weight * torch.where((weight == 0) & term.isinf(), 0.0, term)
 
 
 def hold(log_ratio: Tensor, bound: float) -> Tensor:

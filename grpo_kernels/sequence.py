@@ -36,7 +36,9 @@ def sequence_objective(
     own = log_ratio
     if params.importance_sampling_level != "token":
         ones = torch.ones_like(logps) if active is None else active.to(logps.dtype)
-        own = sequences.spread(sequences.sums(log_ratio) / sequences.sums(ones).clamp(min=1))
+        # An impossible token against an impossible old one would sum to inf - inf: infinite terms are taken as very large ones.
+        finite = torch.where(log_ratio.isinf(), log_ratio.detach().sign() * 1e30, log_ratio)
+        own = sequences.spread(sequences.sums(finite) / sequences.sums(ones).clamp(min=1))
         if not ratio_of_sequence:
             own = own.detach() + difference(logps)
     term = token_objective(

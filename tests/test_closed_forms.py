@@ -182,3 +182,28 @@ def test_the_log_ratio_of_vespo_is_clamped_for_each_token_and_for_the_sequence(b
     _, got = gradient(logps, torch.ones(1), old_logps=logps - torch.tensor([drifts]), **mild)
     phi = math.exp(1e-9 + 0.1 * q - 1e-9 * math.exp(q))
     torch.testing.assert_close(got, torch.full((1, 2), -phi / 2), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("weight", ["policy_weights", "token_weights"])
+def test_an_impossible_token_without_weight_adds_nothing(backend: str, weight: str) -> None:
+    logits = torch.zeros(1, 2, 4)
+    logits[0, 0, 1] = -torch.inf
+    inputs = {weight: torch.tensor([[0.0, 1.0]]), "ref_logps": torch.zeros(1, 2), "kl_estimator": "k1", "loss_type": "reinforce"}
+    beta = 0.1 if weight == "token_weights" else 0.0
+    logits.requires_grad_()
+    output = gk.fused_grpo_loss(logits, torch.ones(1, 2, dtype=torch.long), torch.ones(1), beta=beta, backend=backend, **inputs)
+    output.loss.backward()
+    scale = 1 if weight == "token_weights" else 1 / 2
+    torch.testing.assert_close(output.loss, scale * (1 - beta) * torch.tensor(4.0).log())
+    assert logits.grad.isfinite().all() and logits.grad[0, 1].abs().sum() > 0
+
+
+def test_impossible_tokens_on_both_sides_leave_a_sequence_finite(backend: str) -> None:
+    logits = torch.zeros(1, 2, 4)
+    logits[0, 0, 1] = -torch.inf
+    logits.requires_grad_()
+    old_logps = torch.tensor([[-1.0, -torch.inf]])
+    ids = torch.ones(1, 2, dtype=torch.long)
+    output = gk.fused_grpo_loss(logits, ids, torch.ones(1), old_logps=old_logps, importance_sampling_level="sequence", backend=backend)
+    output.loss.backward()
+    assert output.loss.isfinite() and logits.grad.isfinite().all()

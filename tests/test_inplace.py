@@ -269,3 +269,15 @@ def test_gradients_of_two_calls_add_up(backend, flags):
         for _ in range(2):
             loss_of(direct, backend, **flags).backward()
         torch.testing.assert_close(direct.grad, 2 * once)
+
+
+def test_logits_that_keep_their_gradient_get_it_in_place_too(backend: str) -> None:
+    hidden = torch.randn(2, 3, 5, requires_grad=True)
+    ids, advantages = torch.zeros(2, 3, dtype=torch.long), torch.tensor([1.0, -0.5])
+    gradients = []
+    for flags in ({}, {"one_pass": True, "inplace": True}):
+        logits = hidden * 1.0
+        logits.retain_grad()
+        gk.fused_grpo_loss(logits, ids, advantages, backend=backend, **flags).loss.backward()
+        gradients.append(logits.grad.clone())
+    assert torch.equal(*gradients) and gradients[0].abs().sum() > 0

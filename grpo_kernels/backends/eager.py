@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from grpo_kernels.reference import named_params, token_objective
+from grpo_kernels.reference import named_params, times, token_objective
 
 CHUNK_BYTES = 16 << 20  # float32 logits of a chunk; a few temporaries of this size exist at a time
 BLOCK = 1024  # terms of a partial sum
@@ -47,8 +47,8 @@ class Eager:
             constants = (advantages, old_logps, ref_logps, policy_weights, weights)
             advantages, old_logps, ref_logps, policy_weights, weights = (None if x is None else x.clone() for x in constants)
             term = token_objective(leaf, advantages, old_logps, ref_logps, **named_params(numbers))
-            policy = weights * (term.policy if policy_weights is None else policy_weights * term.policy)
-            total = policy + weights * (beta * term.kl) if beta else policy
+            policy = times(weights if policy_weights is None else weights * policy_weights, term.policy)
+            total = policy + times(weights, beta * term.kl) if beta else policy
             (gradient,) = torch.autograd.grad(total.sum(), leaf)
         loss.copy_(total.detach() if entropy_weights is None else total.detach() - entropy_weights * entropy)
         policy_loss.copy_(policy.detach())
