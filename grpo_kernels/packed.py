@@ -23,8 +23,7 @@ def sequences_of(name: str, tokens: Tensor, cu_seqlens: Any) -> Sequences:
     check_cu_seqlens(cu_seqlens, tokens)
     if tokens.dim() != 1 and (tokens.dim() != 2 or tokens.shape[0] != 1):
         raise ValueError(f"{name}: expected packed (N,) or (1, N) beside cu_seqlens, got {tuple(tokens.shape)}")
-    count = tokens.numel()
-    return Sequences(torch.Size((count,)), len(cu_seqlens) - 1, ops.sequence_index(cu_seqlens, count))
+    return Sequences(tokens.flatten().shape, len(cu_seqlens) - 1, ops.sequence_index(cu_seqlens, tokens.numel()))
 
 
 def packed_targets(input_ids: Tensor, cu_seqlens: Tensor, completion_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
