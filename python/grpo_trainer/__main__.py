@@ -51,13 +51,13 @@ def main(arguments: list[str] | None = None) -> None:
 
             record = train(config, resume=resume)
             print(f"\nstep {record['step']}: reward {record['reward']:.3f}" + _accuracy(record) + f"; all of it in {config.output_dir}")
-    except ValueError as error:
-        print(f"grpo-train: error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print(f"\ninterrupted. {how_to_resume(config)}", file=sys.stderr)
-        sys.exit(INTERRUPTED)
-    except Exception:
+    except BaseException as error:
+        if _interrupted(error):
+            print(f"\ninterrupted. {how_to_resume(config)}", file=sys.stderr)
+            sys.exit(INTERRUPTED)
+        if isinstance(error, ValueError):
+            print(f"grpo-train: error: {error}", file=sys.stderr)
+            sys.exit(2)
         print(f"\nstopped by an error. {how_to_resume(config)}", file=sys.stderr)
         raise
 
@@ -79,6 +79,13 @@ def _accuracy(record: dict[str, Any]) -> str:
 
 def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether a KeyboardInterrupt is behind it: one that arrives while a compiled module is imported comes out as an ImportError."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 if __name__ == "__main__":

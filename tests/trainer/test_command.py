@@ -118,3 +118,17 @@ def test_a_resumed_run_keeps_its_settings_and_takes_new_ones(settings: Settings,
     assert "step 1: reward 0.500, held-out accuracy" in capsys.readouterr().out
     main(["--resume", str(output), "--steps", "2"])
     assert "step 2: reward 0.500" in capsys.readouterr().out
+
+
+def test_an_interrupt_that_an_import_turned_into_its_own_error_is_still_one() -> None:
+    from grpo_trainer.__main__ import _interrupted
+
+    def imports() -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            raise ImportError("initialization failed") from error
+
+    with pytest.raises(ImportError) as caught:
+        imports()
+    assert _interrupted(caught.value) and not _interrupted(ImportError("another")) and not _interrupted(None)
