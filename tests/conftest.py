@@ -13,6 +13,9 @@ from grpo_kernels import available_backends
 
 # A backend that is named here and does not work is a failure, never a skip. An installation without compiler sets "torch".
 BACKENDS = os.environ.get("GRPO_KERNELS_TEST_BACKENDS", "torch,cpu").split(",")
+# GPU kernels in an emulator on a CPU (`make test-emulated`): milliseconds a row. They leave out what is `exhaustive`, and meet the
+# options pairwise instead.
+EMULATED = {"triton", "cuda_on_host"}
 
 
 @pytest.fixture(params=BACKENDS)
@@ -21,6 +24,17 @@ def backend(request: pytest.FixtureRequest) -> str:
     if reason != "available":
         pytest.fail(f"backend {request.param!r} has to work here: {reason}. GRPO_KERNELS_TEST_BACKENDS says which ones are tested.")
     return request.param
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept, left = [], []
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if callspec is not None and callspec.params.get("backend") in EMULATED:
+            item.add_marker(pytest.mark.emulated)
+        (left if item.get_closest_marker("emulated") and item.get_closest_marker("exhaustive") else kept).append(item)
+    config.hook.pytest_deselected(items=left)
+    items[:] = kept
 
 
 @pytest.fixture

@@ -23,7 +23,9 @@ __all__ = ["Backend", "available", "get"]
 
 
 class Backend(Protocol):
-    """What a backend is: six functions, inputs first, then parameters, then outputs."""
+    """What a backend is: the type of device whose tensors it takes, and six functions: inputs first, then parameters, then outputs."""
+
+    device: str | None  # "cpu", "cuda"; None: any
 
     def logprobs_forward(
         self,
@@ -124,7 +126,10 @@ class Backend(Protocol):
         """
 
 
-_LOADERS = {"torch": "eager", "cpu": "native"}  # name -> the module here whose `load(name)` gives the backend or raises the reason
+# name -> the module here whose `load(name)` gives the backend or raises the reason
+_LOADERS = {"torch": "eager", "cpu": "native", "triton": "triton", "cuda": "native"}
+if os.environ.get("GRPO_KERNELS_CUDA_ON_HOST"):  # a module that `make cuda-on-host` built: the CUDA kernels on a CPU, for tests
+    _LOADERS["cuda_on_host"] = "native"
 
 
 @functools.cache
@@ -159,25 +164,30 @@ def get(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
         raise ValueError(f"{argument}: expected one of {', '.join(_LOADERS)}, got {chosen!r}")
     if chosen != "torch" and dtype == torch.float64:
         raise TypeError(f"backend {chosen!r} takes float32, bfloat16 or float16; float64 is served by backend 'torch' alone")
-    if chosen == "cpu" and device.type != "cpu":
-        raise ValueError(f"backend 'cpu' takes tensors on the CPU, got one on {device}")
     backend = _load(chosen)
     if isinstance(backend, str):
         raise RuntimeError(f"backend {chosen!r} is not available: {backend}")
+    if backend.device not in (None, device.type):
+        raise ValueError(f"backend {chosen!r} takes tensors on {backend.device}, got one on {device}")
     return backend
 
 
 def _best(device: torch.device, dtype: torch.dtype) -> str:
-    if device.type != "cpu" or dtype == torch.float64:
+    """The preferred kernels of that kind of device; where they are missing, `torch` with a warning that says why."""
+    # On a GPU the choice between `triton` and `cuda` awaits a measurement. Neither was ever run on ROCm, whose tensors are "cuda" too.
+    preferred = {"cpu": "cpu", "cuda": "torch" if torch.version.hip else "triton"}.get(device.type, "torch")
+    if preferred == "torch" or dtype == torch.float64:
         return "torch"
-    if isinstance(reason := _load("cpu"), str):
+    backend = _load(preferred)
+    if isinstance(backend, str) or backend.device != device.type:
+        reason = backend if isinstance(backend, str) else f"it takes tensors on {backend.device}"
         warnings.warn(
-            f"grpo_kernels: the native `cpu` backend is not available ({reason}); the slower backend `torch` is used",
+            f"grpo_kernels: the backend {preferred!r} is not available ({reason}); the slower backend 'torch' is used",
             RuntimeWarning,
             stacklevel=2,
         )
         return "torch"
-    return "cpu"
+    return preferred
 
 
-available()  # the native module is loaded with the package: it has to see every fork
+_load("cpu")  # the native module is loaded with the package: it has to see every fork

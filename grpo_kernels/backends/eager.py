@@ -26,6 +26,8 @@ def load(name: str) -> Eager:
 
 
 class Eager:
+    device = None
+
     def logprobs_forward(self, logits, token_ids, active, temperature, logps, row_max, log_sum, entropy) -> None:
         outputs = (logps, row_max, log_sum, entropy)
         for rows in _chunks(_needed(active, logps), logits.shape[-1]):

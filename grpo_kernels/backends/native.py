@@ -39,6 +39,8 @@ def _rows(logits: Tensor) -> tuple[int, int, int]:
 class CpuBackend:
     """`Backend` over `_C`'s CPU kernels."""
 
+    device = "cpu"
+
     def logprobs_forward(
         self,
         logits: Tensor,
@@ -147,6 +149,8 @@ class CpuBackend:
 
 def load(name: str) -> CpuBackend:
     """The backend of that name; raises ImportError or RuntimeError with the reason where it cannot run."""
+    if name != "cpu":
+        raise RuntimeError("this build has no CUDA kernels")
     if getattr(_C, "interface", None) != _INTERFACE:
         raise ImportError(f"{_C.__file__} was compiled from another version of the package and would compute wrong numbers; build it again")
     _C.isa()  # an unusable GRPO_KERNELS_ISA is reported now, not in the middle of a forward
