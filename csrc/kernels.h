@@ -77,4 +77,30 @@ std::string isa();                // the instruction set in use
 std::vector<std::string> isas();  // those that this machine can run, best last
 
 }  // namespace cpu
+
+// Tensors on one GPU. Every function queues its kernels on the stream and returns; none synchronises.
+namespace cuda {
+
+struct Queue {
+    int device;
+    void* stream;  // cudaStream_t
+};
+
+void logprobs_forward(const Shape&, const Rows& logits, const Targets&, const RowOutputs&, const Queue&);
+void objective(int64_t rows, const float* logps, const float* entropy, const TokenInputs&, const uint8_t* active, const ObjectiveParams&,
+               const TokenOutputs&, const Queue&);
+void logprobs_backward(const Shape&, const Rows& logits, const Targets&, const SavedRows&, const float* dlogps, const float* dentropy,
+                       const Rows& dlogits, const Queue&);
+void loss_and_grad(const Shape&, const Rows& logits, const Targets&, const TokenInputs&, const ObjectiveParams&, const RowOutputs&,
+                   const TokenOutputs&, const Rows& dlogits, const Queue&);
+void scale(const Shape&, const Rows& dlogits, const float* factor, const Queue&);
+
+void group_advantages(const Groups&, AdvantageScale, Baseline, int ddof, double eps, float* out, const Queue&);
+// `at` is scratch: (batch, time) doubles.
+void process_advantages(const Groups&, AdvantageScale, Baseline, int ddof, double eps, const int64_t* step_ends, int64_t batch,
+                        int64_t steps, int64_t time, double* at, float* out, const Queue&);
+
+std::vector<int> archs();  // what is inside: 80, 90, 100
+
+}  // namespace cuda
 }  // namespace grpo
