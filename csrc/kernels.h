@@ -96,11 +96,14 @@ void loss_and_grad(const Shape&, const Rows& logits, const Targets&, const Token
 void scale(const Shape&, const Rows& dlogits, const float* factor, const Queue&);
 
 void group_advantages(const Groups&, AdvantageScale, Baseline, int ddof, double eps, float* out, const Queue&);
-// `at` is scratch: (batch, time) doubles.
+// `normalised` is scratch: (batch, steps) doubles.
 void process_advantages(const Groups&, AdvantageScale, Baseline, int ddof, double eps, const int64_t* step_ends, int64_t batch,
-                        int64_t steps, int64_t time, double* at, float* out, const Queue&);
+                        int64_t steps, int64_t time, double* normalised, float* out, const Queue&);
 
 std::vector<int> archs();  // what is inside: 80, 90, 100
+
+// Over how many blocks a row is split from now on, for measurements and tests: 1, 2, 4 or 8; 0: by the table, which is how it starts.
+void force_split(int split);
 
 }  // namespace cuda
 }  // namespace grpo
