@@ -36,6 +36,12 @@ ARROWS: dict[str, set[str]] = {
     "backends": {"backends.eager", "backends.native", "backends.triton"},
     "backends.eager": {"reference"},
     "backends.native": {"_C"},
+    "backends.triton": {f"backends.triton.{name}" for name in ("configs", "kernels", "softmax", "advantages")},
+    "backends.triton.configs": set(),
+    "backends.triton.kernels": {"backends.triton.objective", "backends.triton.softmax"},
+    "backends.triton.objective": set(),
+    "backends.triton.softmax": set(),
+    "backends.triton.advantages": {"backends.triton.kernels", "backends.triton.objective"},
 }
 
 
@@ -125,9 +131,11 @@ def test_the_reference_imports_only_torch() -> None:
     assert roots <= {"__future__", "torch", "math", "typing", "collections", "dataclasses"}
 
 
-def test_only_the_native_backend_takes_addresses_of_tensors() -> None:
+def test_only_backends_take_addresses_of_tensors() -> None:
+    """`native` hands them to `_C`, `triton` asks whether they are multiples of 16."""
     package = ROOT / "grpo_kernels"
-    assert [path.name for path in package.rglob("*.py") if ".data_ptr()" in path.read_text()] == ["native.py"]
+    users = {module_name(path, package) for path in package.rglob("*.py") if ".data_ptr()" in path.read_text()}
+    assert users == {"backends.native", "backends.triton"}
 
 
 def test_the_trainer_uses_public_names_only() -> None:
