@@ -8,11 +8,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import device
 import oracle
 from grpo_kernels import available_backends
 
-# A backend that is named here and does not work is a failure, never a skip. An installation without compiler sets "torch".
+# A backend that is named here and does not work is a failure, never a skip. An installation without compiler sets "torch"; a machine
+# with a GPU "triton,cuda", or "torch,triton,cuda": then every tensor of the run is there, also those that modules make when imported.
 BACKENDS = os.environ.get("GRPO_KERNELS_TEST_BACKENDS", "torch,cpu").split(",")
+DEVICE = device.device_of(BACKENDS)
+if DEVICE != "cpu":
+    device.tensors_on(DEVICE).__enter__()
 # GPU kernels in an emulator on a CPU (`make test-emulated`): milliseconds a row. They leave out what is `exhaustive`, and meet the
 # options pairwise instead.
 EMULATED = {"triton", "cuda_on_host"}
@@ -30,17 +35,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept, left = [], []
     for item in items:
         callspec = getattr(item, "callspec", None)
-        if callspec is not None and callspec.params.get("backend") in EMULATED:
+        backend = None if callspec is None else callspec.params.get("backend")
+        if DEVICE != "cpu" and backend is not None:
+            item.add_marker(pytest.mark.gpu)
+        elif backend in EMULATED:
             item.add_marker(pytest.mark.emulated)
         (left if item.get_closest_marker("emulated") and item.get_closest_marker("exhaustive") else kept).append(item)
     config.hook.pytest_deselected(items=left)
     items[:] = kept
 
 
+@pytest.fixture(autouse=DEVICE != "cpu")
+def values_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the CPU: ids and temperatures out of range raise."""
+    monkeypatch.setenv("GRPO_KERNELS_DEBUG", "1")
+
+
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
     """torch.empty gives NaN: an output that a kernel forgot to write cannot be right by luck."""
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=DEVICE != "cpu")  # what the oracle does may have no such algorithm on a GPU
     yield
     torch.use_deterministic_algorithms(False)
 

@@ -97,7 +97,7 @@ def test_upstream_gradient_multiplies_in_every_mode(backend, flags, upstream):
 
 def test_float16_gradients_under_a_gradscaler_are_scaled_and_finite(backend):
     inputs = small_batch(torch.float16)
-    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=65536.0)
     for flags in (FLAGS["default"], FLAGS["inplace"]):  # one_pass stores the gradient before it is scaled: documented
         loss, leaf = loss_and_leaf({**inputs, "advantages": inputs["advantages"] * 1e-3}, **flags, backend=backend)
         scaler.scale(loss).backward()

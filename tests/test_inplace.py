@@ -19,6 +19,7 @@ from modes import FLAGS, OPTIONS, gradient, loss_and_leaf, small_batch
 
 INPLACE = {name: flags for name, flags in FLAGS.items() if "inplace" in name}
 OF_SEQUENCES = {"importance_sampling_level": "sequence"}
+on_the_cpu = pytest.mark.skipif(torch.get_default_device().type != "cpu", reason="about memory of the CPU")
 
 
 @pytest.fixture(params=FLAGS)
@@ -140,6 +141,7 @@ def test_a_leaf_that_is_a_view_of_a_tensor_without_grad_is_refused(backend, inpl
     assert same_bits(z.detach(), before)
 
 
+@on_the_cpu
 def test_a_row_of_zeros_ends_where_the_row_ends_at_any_address(backend):
     """A buffer may start between two elements, where no element is ever aligned; in a child, since a fault of this kind kills it."""
     program = """

@@ -6,6 +6,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(torch.get_default_device().type != "cpu", reason="about memory of the CPU")
+
 PROBE = """
 import ctypes, itertools, mmap, sys
 import torch
