@@ -21,6 +21,7 @@ __all__ = [
     "check_backend",
     "check_count",
     "check_cu_seqlens",
+    "check_hidden_states",
     "check_logits",
     "check_number",
     "known_options",
@@ -37,15 +38,13 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _IDS = (torch.int64, torch.int32)
 
 
-def plain_tensor(name: str, x: Any) -> Tensor:
+def plain_tensor(name: str, x: Any, recipe: str = "") -> Tensor:
     """x, if it is a tensor whose memory holds its values; else a TypeError with the recipe."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
     if type(x) not in (Tensor, torch.nn.Parameter, FakeTensor):
-        raise TypeError(
-            f"{name}: expected a plain torch.Tensor, got the subclass {type(x).__name__}; pass x.full_tensor() of a DTensor, "
-            f"x.as_subclass(torch.Tensor) of another"
-        )
+        recipe = recipe or "pass x.full_tensor() of a DTensor, x.as_subclass(torch.Tensor) of another"
+        raise TypeError(f"{name}: expected a plain torch.Tensor, got the subclass {type(x).__name__}; {recipe}")
     return x
 
 
@@ -54,21 +53,8 @@ def check_logits(logits: Any, token_ids: Any, ids_name: str, *, packed: bool = F
 
     `packed`: cu_seqlens stand beside, so ids (1, N) are packed too, and packed rows have no spare position.
     """
-    plain_tensor("logits", logits)
-    plain_tensor(ids_name, token_ids)
-    if logits.dtype not in _FLOATS:
-        raise TypeError(f"logits: expected float32, bfloat16, float16 or float64, got {logits.dtype}")
-    if token_ids.dtype not in _IDS:
-        raise TypeError(f"{ids_name}: expected int64 or int32, got {token_ids.dtype}")
-    shape, ids_shape = tuple(logits.shape), tuple(token_ids.shape)
-    if len(ids_shape) == 1:
-        fits, expected = shape[:-1] in (ids_shape, (1, *ids_shape)), "logits (N, V) or (1, N, V) beside (N,)"
-    else:
-        spare = (0,) if packed else (0, 1)
-        fits = len(shape) == 3 and len(ids_shape) == 2 and shape[0] == ids_shape[0] and shape[1] - ids_shape[1] in spare
-        expected = "packed logits (1, N, V) beside (1, N)" if packed else "logits (B, T, V) or (B, T + 1, V) beside (B, T)"
-    if not fits:
-        raise ValueError(f"{ids_name}: expected {expected}, got logits {shape} beside {ids_shape}")
+    _check_scored("logits", "V", logits, token_ids, ids_name, packed)
+    shape = tuple(logits.shape)
     if shape[-1] == 0:
         raise ValueError(f"logits: expected at least one column, got shape {shape}")
     if shape[-1] > 1 and logits.stride(-1) != 1:
@@ -76,7 +62,50 @@ def check_logits(logits: Any, token_ids: Any, ids_name: str, *, packed: bool = F
             f"logits: expected the vocabulary to be contiguous (stride 1), got strides {logits.stride()} for shape {shape}; "
             f"call .contiguous(), or keep the vocabulary last when making the view"
         )
-    _same_device(ids_name, token_ids, logits)
+
+
+def check_hidden_states(hidden_states: Any, weight: Any, bias: Any, token_ids: Any, ids_name: str, *, packed: bool = False) -> None:
+    """hidden_states as `check_logits` takes logits, of any strides and D columns, beside a head's weight (V, D) and bias (V,)."""
+    _check_scored("hidden_states", "D", hidden_states, token_ids, ids_name, packed)
+    _check_head("lm_head_weight", weight, "(V, D) beside hidden states of {} columns", hidden_states.shape[-1], 2, hidden_states)
+    if bias is not None:
+        _check_head("bias", bias, "(V,) beside a weight of {} rows", len(weight), 1, hidden_states)
+
+
+def _check_head(name: str, x: Any, expected: str, size: int, dims: int, like: Tensor) -> None:
+    plain_tensor(name, x, _SHARDED)
+    if x.dtype not in _FLOATS:
+        raise TypeError(f"{name}: expected float32, bfloat16, float16 or float64, got {x.dtype}")
+    if x.dim() != dims or x.shape[-1] != size or x.numel() == 0:
+        raise ValueError(f"{name}: expected {expected.format(size)}, got shape {tuple(x.shape)}")
+    _same_device(name, x, like)
+
+
+_SHARDED = (
+    "a head that FSDP or tensor parallelism shards has to be gathered inside its own module's forward, or the gradient that other ranks "
+    "have for it is lost without an error: let grpo_kernels.GRPOHead own it; x.as_subclass(torch.Tensor) of another subclass"
+)
+
+
+def _check_scored(name: str, last: str, x: Any, token_ids: Any, ids_name: str, packed: bool) -> None:
+    """x (B, T, last) or with a spare position (B, T + 1, last), or packed, beside integer ids."""
+    plain_tensor(name, x)
+    plain_tensor(ids_name, token_ids)
+    if x.dtype not in _FLOATS:
+        raise TypeError(f"{name}: expected float32, bfloat16, float16 or float64, got {x.dtype}")
+    if token_ids.dtype not in _IDS:
+        raise TypeError(f"{ids_name}: expected int64 or int32, got {token_ids.dtype}")
+    shape, ids_shape = tuple(x.shape), tuple(token_ids.shape)
+    if len(ids_shape) == 1:
+        fits, expected = shape[:-1] in (ids_shape, (1, *ids_shape)), f"{name} (N, {last}) or (1, N, {last}) beside (N,)"
+    else:
+        spare = (0,) if packed else (0, 1)
+        fits = len(shape) == 3 and len(ids_shape) == 2 and shape[0] == ids_shape[0] and shape[1] - ids_shape[1] in spare
+        padded = f"{name} (B, T, {last}) or (B, T + 1, {last}) beside (B, T)"
+        expected = f"packed {name} (1, N, {last}) beside (1, N)" if packed else padded
+    if not fits:
+        raise ValueError(f"{ids_name}: expected {expected}, got {name} {shape} beside {ids_shape}")
+    _same_device(ids_name, token_ids, x)
 
 
 def check_cu_seqlens(cu_seqlens: Any, like: Tensor) -> None:

@@ -1,36 +1,24 @@
 """The GRPO loss: from logits (`fused_grpo_loss`) and from log-probabilities (`grpo_loss`).
 
-A batch becomes rows, None becomes an alias, a loss type becomes one weight per token; below that the layers know none of these. The loss
-is by default two sweeps over the logits (forward: 1 read; backward: 1 read, 1 write); `one_pass` makes it one (1 read, 1 write).
+A batch becomes rows, None becomes an alias, a loss type becomes one weight per token (batch.py); below that the layers know none of these.
+The loss is by default two sweeps over the logits (forward: 1 read; backward: 1 read, 1 write); `one_pass` makes it one (1 read, 1 write).
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from grpo_kernels import ops
-from grpo_kernels.checks import (
-    check_backend,
-    check_logits,
-    mask_rows,
-    per_token,
-    plain_tensor,
-    stats_dtype,
-    temperatures,
-)
+from grpo_kernels.batch import Batch, loss_of_logps, token_inputs
+from grpo_kernels.checks import check_backend, check_logits, mask_rows, per_token, plain_tensor, stats_dtype, temperatures
 from grpo_kernels.logprobs import score
-from grpo_kernels.objective import token_objective, weighted_sum
 from grpo_kernels.one_pass import one_pass_loss
-from grpo_kernels.options import GRPOLossOutput, LossOptions, ObjectiveParams, TokenInputs
+from grpo_kernels.options import GRPOLossOutput, LossOptions, ObjectiveParams
 from grpo_kernels.packed import sequences_of
-from grpo_kernels.rows import Sequences, check_inplace
-from grpo_kernels.sequence import sequence_objective, vespo_folded
-from grpo_kernels.weights import token_weights as token_weight
+from grpo_kernels.rows import check_inplace
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -110,7 +98,7 @@ def fused_grpo_loss(
     ids = per_token("completion_ids", completion_ids, sequences, logits, torch.int64)
     taus = temperatures(temperature, sequences, logits, dtype)
     batch = Batch(logits, sequences, mask_rows("completion_mask", completion_mask, sequences, logits), check_backend(backend))
-    inputs = _token_inputs(params, batch, advantages, old_logps, ref_logps, importance_weights, policy_weights, token_weights)
+    inputs = token_inputs(params, batch, advantages, old_logps, ref_logps, importance_weights, policy_weights, token_weights)
     inplace = check_inplace("inplace", logits, inplace)
     # autograd lets a function that writes over a view return nothing else, keeps no gradient of what was written over, and torch.compile
     # cannot tell an unused output's gradient from zeros: there the gradient takes the logits' place in the backward, after two sweeps.
@@ -118,7 +106,7 @@ def fused_grpo_loss(
     if one_pass and not in_backward and logits.requires_grad and torch.is_grad_enabled():
         return one_pass_loss(logits, ids, batch.active, taus, params, inputs.tokens, inplace, batch.backend)
     logps, entropy = score(logits, ids, batch.active, taus, inplace, batch.backend)
-    return _output(logps, entropy, params, batch, inputs)
+    return loss_of_logps(logps, entropy, params, batch, inputs)
 
 
 def grpo_loss(
@@ -169,8 +157,8 @@ def grpo_loss(
         raise ValueError("entropy: entropy_coef is not 0, so the loss needs it; got None (token_logprobs_and_entropy gives it)")
     sequences = sequences_of("logps", logps, cu_seqlens)
     batch = Batch(logps, sequences, mask_rows("completion_mask", completion_mask, sequences, logps), check_backend(backend))
-    inputs = _token_inputs(params, batch, advantages, old_logps, ref_logps, importance_weights, policy_weights, token_weights)
-    return _output(logps, entropy, params, batch, inputs)
+    inputs = token_inputs(params, batch, advantages, old_logps, ref_logps, importance_weights, policy_weights, token_weights)
+    return loss_of_logps(logps, entropy, params, batch, inputs)
 
 
 # an unknown option may be a misspelt argument
@@ -178,87 +166,8 @@ _FUSED_ARGUMENTS = tuple(inspect.signature(fused_grpo_loss).parameters)
 _ARGUMENTS = tuple(inspect.signature(grpo_loss).parameters)
 
 
-class Batch(NamedTuple):
-    like: Tensor  # logits or log-probs: device and dtype of everything else
-    sequences: Sequences
-    active: Tensor | None
-    backend: str
-
-
-class Inputs(NamedTuple):
-    tokens: TokenInputs
-    folded: Tensor | None  # (S,) log importance weights that vespo folds into its own
-
-
 def _differentiable(name: str, x: Any) -> Tensor:
     plain_tensor(name, x)
     if not x.is_floating_point():
         raise TypeError(f"{name}: expected a floating dtype, got {x.dtype}")
     return x if x.dtype == torch.float64 else x.float()
-
-
-def _token_inputs(
-    params: ObjectiveParams,
-    batch: Batch,
-    advantages: Tensor,
-    old_logps: Tensor | None,
-    ref_logps: Tensor | None,
-    importance_weights: Tensor | None,
-    policy_weights: Tensor | None,
-    token_weights: Tensor | None,
-) -> Inputs:
-    """Everything per token as the objective takes it: the two policy factors as one, aggregation and entropy bonus as weights."""
-    dtype = stats_dtype(batch.like)
-
-    def constant(name: str, x: Tensor | None, **shapes: bool) -> Tensor | None:
-        return None if x is None else per_token(name, x, batch.sequences, batch.like, dtype, **shapes)
-
-    if params.beta > 0 and ref_logps is None:
-        raise ValueError(f"ref_logps: beta is {params.beta}, so the loss needs the reference's log-probs; got None")
-    factor = constant("importance_weights", importance_weights, per_sequence=True, column=True)
-    folded = None
-    if params.loss_type == "vespo" and factor is not None and importance_weights is not None:
-        one_each = importance_weights.numel() == batch.sequences.count != factor.numel()
-        folded = vespo_folded(importance_weights.flatten().to(dtype) if one_each else factor, batch.active, batch.sequences)
-        factor = None
-    other = constant("policy_weights", policy_weights, per_sequence=True, column=True)
-    if factor is not None and other is not None:
-        factor = factor * other
-
-    weigh = functools.partial(token_weight, batch.active, batch.sequences, dtype=dtype, device=batch.like.device)
-    if token_weights is None:
-        params.check_normaliser()
-        weights = weigh(
-            params.loss_type, num_items_in_batch=params.num_items_in_batch, num_sequences=params.num_sequences,
-            num_processes=params.num_processes, max_completion_length=params.max_completion_length, loss_scale=params.loss_scale,
-        )  # fmt: skip
-    else:
-        weights = per_token("token_weights", token_weights, batch.sequences, batch.like, dtype)
-        weights = weights if batch.active is None else torch.where(batch.active.bool(), weights, 0)
-    bonus = None
-    if params.entropy_coef != 0 and params.entropy_aggregation == "loss":
-        bonus = params.entropy_coef * weights
-    elif params.entropy_coef != 0:
-        bonus = params.entropy_coef * weigh("bnpo", loss_scale=params.loss_scale if token_weights is None else 1.0)
-    tokens = TokenInputs(
-        per_token("advantages", advantages, batch.sequences, batch.like, dtype, per_sequence=True),
-        constant("old_logps", old_logps),
-        constant("ref_logps", ref_logps),
-        other if factor is None else factor,
-        weights,
-        bonus,
-    )
-    return Inputs(tokens, folded)
-
-
-def _output(logps: Tensor, entropy: Tensor | None, params: ObjectiveParams, batch: Batch, inputs: Inputs) -> GRPOLossOutput:
-    bonus = None if entropy is None or inputs.tokens.entropy_weights is None else entropy.contiguous()
-    if params.reads_sequences:
-        term = sequence_objective(ops.first_order(logps), batch.active, params, inputs.tokens, inputs.folded, batch.sequences)
-        loss, policy_loss, kl, clipped = weighted_sum(term, bonus, batch.active, params, inputs.tokens)
-    else:
-        loss, policy_loss, kl, clipped = token_objective(logps.contiguous(), bonus, batch.active, params, inputs.tokens, batch.backend)
-    values = [torch.zeros_like(logps) if x is None else x.detach() for x in (logps, entropy)]
-    # clones: never the caller's own memory
-    values = [x.clone() if batch.active is None else torch.where(batch.active.bool(), x, 0) for x in values]
-    return GRPOLossOutput(loss, policy_loss, values[0], values[1], kl, clipped)

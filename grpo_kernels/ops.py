@@ -17,6 +17,8 @@ from torch import Tensor
 from grpo_kernels import backends
 
 __all__ = [
+    "check_values",
+    "define",
     "first_order",
     "group_advantages",
     "logprobs_backward",
@@ -54,6 +56,11 @@ def _operator(name: str, arguments: str, check: Callable[..., None] | None = Non
         values = tuple(value.tolist() if name == "params" else value for name, value in zip(names, values))
         entry_point(*values, *(values[:1] if inplace else ()))
 
+    return define(name, arguments, implementation)
+
+
+def define(name: str, arguments: str, implementation: Callable[..., None]) -> Callable[..., None]:
+    """The operator `grpo_kernels::name(str backend, arguments)`, which returns nothing and writes what its arguments mark with `!`."""
     mutates = [argument.split()[-1] for argument in arguments.split(", ") if "!" in argument]
     op = torch.library.custom_op(f"grpo_kernels::{name}", implementation, mutates_args=mutates, schema=f"(str backend, {arguments}) -> ()")
     op.register_fake(lambda *_: None)
@@ -83,10 +90,13 @@ def _looks(x: Tensor) -> bool:
 
 
 def _check_values(logits: Tensor, token_ids: Tensor, active: Tensor | None, temperature: Tensor) -> None:
+    check_values(logits.shape[-1], token_ids, active, temperature)
+
+
+def check_values(vocab: int, token_ids: Tensor, active: Tensor | None, temperature: Tensor) -> None:
     """Ids inside the vocabulary, temperatures positive, where `_looks`."""
-    if not _looks(logits):
+    if not _looks(token_ids):
         return
-    vocab = logits.shape[-1]
     _raise_where((token_ids < 0) | (token_ids >= vocab), active, IndexError, "token id", token_ids, f"in [0, {vocab})")
     _raise_where(~((temperature > 0) & temperature.isfinite()), active, ValueError, "temperature", temperature, "positive and finite")
 

@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 ARROWS: dict[str, set[str]] = {
     "grpo_kernels": {"loss", "logprobs", "options", "advantages", "corrections", "metrics", "packed", "backends"},
     "__main__": {"grpo_kernels", "_C"},
-    "loss": {"logprobs", "objective", "one_pass", "sequence", "weights", "packed", "options", "checks", "rows", "ops"},
+    "loss": {"batch", "logprobs", "one_pass", "packed", "options", "checks", "rows"},
+    "batch": {"objective", "sequence", "weights", "options", "checks", "rows", "ops"},
     "one_pass": {"objective", "options", "rows", "ops"},
     "logprobs": {"ops", "checks", "rows"},
     "objective": {"ops", "options", "reference"},
