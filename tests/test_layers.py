@@ -28,12 +28,16 @@ ARROWS: dict[str, set[str]] = {
     "corrections": {"packed", "checks", "rows"},
     "metrics": {"options", "packed", "checks"},
     "packed": {"ops", "checks", "rows"},
+    "scores": {"ops", "checks", "rows"},
     "options": {"checks", "reference", "registry"},
     "registry": set(),
     "checks": {"rows"},
     "rows": set(),
     "reference": set(),
     "ops": {"backends"},
+    "integrations": set(),
+    "integrations.verl": {"grpo_kernels", "scores"},
+    "integrations.verl_external": {"integrations.verl"},
     "backends": {"backends.eager", "backends.native", "backends.triton"},
     "backends.eager": {"reference"},
     "backends.native": {"_C"},
@@ -139,17 +143,24 @@ def test_only_backends_take_addresses_of_tensors() -> None:
     assert users == {"backends.native", "backends.triton"}
 
 
-def test_the_trainer_uses_public_names_only() -> None:
+def modules_of_integration(path: Path) -> set[str]:
+    """What an integration may import from beside the package's public names: the modules of its own row."""
+    return {f"grpo_kernels.{name}" for name in ARROWS[module_name(path, ROOT / "grpo_kernels")] - {"grpo_kernels"}}
+
+
+def test_trainers_use_public_names_only() -> None:
+    """The minimal trainer, and the integrations but for what their rows on the map name."""
     public = set()
     for node in ast.walk(ast.parse((ROOT / "grpo_kernels/__init__.py").read_text())):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             public = set(ast.literal_eval(node.value)) | {"__version__"}
     assert "fused_grpo_loss" in public
-    sources = sorted((ROOT / "python/grpo_trainer").rglob("*.py"))
-    assert sources
-    for path in sources:
+    sources = {path: set[str]() for path in sorted((ROOT / "python/grpo_trainer").rglob("*.py"))}
+    integrations = {path: modules_of_integration(path) for path in sorted((ROOT / "grpo_kernels/integrations").rglob("*.py"))}
+    assert sources and integrations
+    for path, others in {**sources, **integrations}.items():
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("grpo_kernels"):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("grpo_kernels") and node.module not in others:
                 assert node.module == "grpo_kernels" and {alias.name for alias in node.names} <= public, f"{path}:{node.lineno}"
             if isinstance(node, ast.Import):
                 assert not any(alias.name.startswith("grpo_kernels.") for alias in node.names), f"{path}:{node.lineno}"
