@@ -8,14 +8,16 @@ intermediate result as a model's are, not a leaf. Outside the clock: making tens
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import statistics
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import contest, isa
-from benchmarks.contest import Contest, Contestant, Turn, clock
+from benchmarks.contest import Clocked, Contest, Contestant, Turn, clock
 from benchmarks.implementations import FORWARD, FORWARD_BACKWARD, IMPLEMENTATIONS, Implementation, Missing, trl_source
 from benchmarks.inputs import Answer, Case, Inputs, WrongAnswer, check
 from benchmarks.traffic import Traffic
@@ -40,7 +42,8 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx, anchor, storage, arrived):  # type: ignore[no-untyped-def]
         ctx.arrived = arrived
-        return torch.empty(0, dtype=storage.dtype).set_(storage.untyped_storage(), 0, storage.shape, storage.stride())
+        alias = torch.empty(0, dtype=storage.dtype, device=storage.device)
+        return alias.set_(storage.untyped_storage(), 0, storage.shape, storage.stride())
 
     @staticmethod
     def backward(ctx, dlogits):  # type: ignore[no-untyped-def]
@@ -48,9 +51,14 @@ class _Logits(torch.autograd.Function):
         return None, None, None
 
 
+Play = Callable[[Implementation, "AbstractContextManager[object]"], "tuple[Clocked, Answer]"]
+
+
 class Arena:
-    def __init__(self, case: Case) -> None:
-        self.case = case
+    roofline = ROOFLINE
+
+    def __init__(self, case: Case, implementations: dict[str, Implementation] = IMPLEMENTATIONS) -> None:
+        self.case, self.implementations = case, implementations
         self.inputs = Inputs.make(case)
         self.scratch = self.inputs.logits.clone()  # what in-place contestants overwrite
         self._contests: dict[str, Contest] = {}
@@ -61,7 +69,7 @@ class Arena:
         if kind not in self._contests:
             with isa.Children(self.case) if kind == "instruction_sets" else nullcontext() as children:
                 everybody = getattr(self, f"_{kind}")(*([children] if children else []))
-                keep = {ROOFLINE}.union(*((name, everybody[name].baseline) for name in names))
+                keep = {self.roofline}.union(*((name, everybody[name].baseline) for name in names))
                 self._contests[kind] = contest.run({name: one for name, one in everybody.items() if name in keep}, rounds)
         return self._contests[kind]
 
@@ -103,10 +111,11 @@ class Arena:
         """Log-probs under no_grad."""
         inputs = inputs or self.inputs
 
-        def play(logps: Implementation, around: AbstractContextManager[object]) -> tuple[float, Answer]:
+        def play(implementation: Implementation, around: AbstractContextManager[object]) -> tuple[Clocked, Answer]:
+            logits = self._storage(implementation, inputs)
             with torch.no_grad(), around:
-                seconds, result = clock(lambda: logps.logps(inputs.logits, inputs))
-            return seconds, Answer(logps=result)
+                clocked = clock(lambda: implementation.logps(logits, inputs), self.case.device)
+            return clocked, Answer(logps=clocked.result)
 
         return self._contestant(name, inputs, baseline, writes=0, play=play)
 
@@ -115,9 +124,9 @@ class Arena:
         inputs = inputs or self.inputs
         anchor = torch.zeros((), requires_grad=True)
 
-        def play(implementation: Implementation, around: AbstractContextManager[object]) -> tuple[float, Answer]:
+        def play(implementation: Implementation, around: AbstractContextManager[object]) -> tuple[Clocked, Answer]:
             arrived: list[Tensor] = []
-            storage = self.scratch.copy_(inputs.logits) if implementation.overwrites else inputs.logits
+            storage = self._storage(implementation, inputs)
             logits = _Logits.apply(anchor, storage, arrived)
 
             def step() -> Tensor:
@@ -126,37 +135,52 @@ class Arena:
                 return loss.detach()
 
             with around:
-                seconds, loss = clock(step)
-            if implementation.overwrites and arrived[0].data_ptr() != self.scratch.data_ptr():
+                clocked = clock(step, self.case.device)
+            if implementation.overwrites and arrived[0].data_ptr() != storage.data_ptr():
                 raise WrongAnswer("dlogits: not in the logits' own storage")
-            return seconds, Answer(loss=loss, dlogits=arrived[0])
+            return clocked, Answer(loss=clocked.result, dlogits=arrived[0][:, : self.case.time])
 
         return self._contestant(name, inputs, baseline, writes=1, play=play)
 
-    def _contestant(self, name: str, inputs: Inputs, baseline: str, writes: int, play) -> Contestant:  # type: ignore[no-untyped-def]
-        implementation = IMPLEMENTATIONS[name]
+    def _storage(self, implementation: Implementation, inputs: Inputs) -> Tensor:
+        """What its logits are for one turn: the inputs' own, or a copy that is filled again."""
+        if implementation.spare:
+            self._scratch_with_spare[:, :-1].copy_(inputs.logits)
+            return self._scratch_with_spare
+        return self.scratch.copy_(inputs.logits) if implementation.overwrites else inputs.logits
+
+    @functools.cached_property
+    def _scratch_with_spare(self) -> Tensor:
+        return self.inputs.logits.new_zeros(self.case.batch, self.case.time + 1, self.case.vocab)
+
+    def _contestant(self, name: str, inputs: Inputs, baseline: str, writes: int, play: Play) -> Contestant:
+        implementation = self.implementations[name]
         read = inputs.completion_mask.float().mean().item()
-        facts = {"bytes_needed": round((read + writes) * self.case.logits_bytes)}
+        facts: dict[str, Any] = {"bytes_needed": round((read + writes) * self.case.logits_bytes)}
 
         def enter() -> Turn:
             if implementation.only not in (None, self.case.dtype):
                 raise Missing(f"the same as naive for {self.case.dtype}")
             implementation.needs()
             traffic = nullcontext() if implementation.opaque else Traffic(inputs.logits)
-            _, answer = play(implementation, traffic)
-            check(answer, inputs.expected, implementation.rounds_logps and self.case.dtype != "float32")
+            check(play(implementation, traffic)[1], inputs.expected, implementation.rounds_logps and self.case.dtype != "float32")
             if isinstance(traffic, Traffic):
                 facts["bytes_counted"] = traffic.bytes
             if name == "trl":
                 facts["source"] = trl_source()
-            return lambda: play(implementation, nullcontext())[0]
+            facts.update(self._observe(lambda: play(implementation, nullcontext())[0]))
+            return lambda: play(implementation, nullcontext())[0].seconds
 
         return Contestant(enter, baseline, facts)
+
+    def _observe(self, play: Callable[[], Clocked]) -> dict[str, Any]:
+        """What else one turn tells, once its answer is known to be right."""
+        return {}
 
     def _roofline(self) -> Contestant:
         moved = 2 * self.case.logits_bytes
         return Contestant(
-            lambda: lambda: clock(lambda: self.scratch.mul_(1.0))[0], "naive", {"bytes_needed": moved, "bytes_counted": moved}
+            lambda: lambda: clock(lambda: self.scratch.mul_(1.0)).seconds, "naive", {"bytes_needed": moved, "bytes_counted": moved}
         )
 
 
@@ -177,3 +201,21 @@ def _on_threads(count: int, contestant: Contestant) -> Contestant:
         return limited
 
     return Contestant(enter, contestant.baseline, contestant.facts)
+
+
+def figures(outcome: Contest, name: str, roofline: str) -> dict[str, Any]:
+    """What a contest says of one contestant. Ratios are how many times faster it is, per round; the roofline's is compared by bytes."""
+    contestant, seconds = outcome.contestants[name], outcome.seconds[name]
+    found: dict[str, Any] = {**contestant.facts, "baseline": contestant.baseline, "roofline": roofline}
+    if seconds:
+        compiled = [peer for peer in outcome.seconds if peer.startswith("compile_")]
+        best = min(compiled, key=lambda peer: statistics.median(outcome.seconds[peer]), default=None)
+        found["faster_than_baseline"] = outcome.ratio(name, contestant.baseline)
+        found["best_compile"] = best
+        found["faster_than_best_compile"] = outcome.ratio(name, best)
+        if "bytes_needed" in found:
+            found["gb_per_s"] = found["bytes_needed"] / statistics.median(seconds) / 1e9
+        if ratio := outcome.ratio(name, roofline):
+            share = found["bytes_needed"] / outcome.contestants[roofline].facts["bytes_needed"]
+            found["share_of_roofline"] = {key: value * share for key, value in ratio.items()}
+    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,8 +11,7 @@ import torch
 
 import grpo_kernels
 from benchmarks import table
-from benchmarks.arena import ROOFLINE, Arena
-from benchmarks.contest import Contest
+from benchmarks.arena import ROOFLINE, Arena, figures
 from benchmarks.implementations import Missing
 from benchmarks.inputs import Case
 
@@ -111,7 +109,7 @@ def hand_in(
             if isinstance(error, Missing):
                 absent(kind, name, error)
             raise error
-        benchmark.extra_info |= _figures(outcome, name)
+        benchmark.extra_info |= figures(outcome, name, ROOFLINE)
         _feed(benchmark, outcome.seconds[name])
         keep_result(kind, name)
 
@@ -125,24 +123,6 @@ def _feed(benchmark: Any, seconds: list[float]) -> None:
         stats = benchmark._make_stats(iterations=1)
         for second in seconds:
             stats.update(second)
-
-
-def _figures(outcome: Contest, name: str) -> dict[str, Any]:
-    """What a contest says of one contestant. Ratios are how many times faster it is, per round; the roofline's is compared by bytes."""
-    contestant, seconds = outcome.contestants[name], outcome.seconds[name]
-    figures: dict[str, Any] = {**contestant.facts, "baseline": contestant.baseline}
-    if seconds:
-        compiled = [peer for peer in outcome.seconds if peer.startswith("compile_")]
-        best = min(compiled, key=lambda peer: statistics.median(outcome.seconds[peer]), default=None)
-        figures["faster_than_baseline"] = outcome.ratio(name, contestant.baseline)
-        figures["best_compile"] = best
-        figures["faster_than_best_compile"] = outcome.ratio(name, best)
-        if "bytes_needed" in figures:
-            figures["gb_per_s"] = figures["bytes_needed"] / statistics.median(seconds) / 1e9
-        if roofline := outcome.ratio(name, ROOFLINE):
-            share = figures["bytes_needed"] / outcome.contestants[ROOFLINE].facts["bytes_needed"]
-            figures["share_of_roofline"] = {key: value * share for key, value in roofline.items()}
-    return figures
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:

@@ -8,12 +8,15 @@ its own contestant's seconds to pytest-benchmark, which does statistics, saving 
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 Turn = Callable[[], float]  # runs once, returns the seconds of the part that counts
 
@@ -64,12 +67,44 @@ def run(contestants: Mapping[str, Contestant], rounds: int) -> Contest:
     return Contest(contestants, seconds, failures)
 
 
-def clock(action: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds and result, with the garbage collector kept out (nothing here leaves cycles that would need it)."""
+class Clocked(NamedTuple):
+    """Seconds of the device; seconds until the call returned, which on a GPU is what queueing the work costs; what it returned."""
+
+    seconds: float
+    host_seconds: float
+    result: Any
+
+
+def clock(action: Callable[[], Any], device: str = "cpu") -> Clocked:
+    """Runs it once, with the garbage collector kept out (nothing here leaves cycles that would need it)."""
     gc.disable()
     try:
-        start = time.perf_counter()
-        result = action()
-        return time.perf_counter() - start, result
+        return _clock_on_gpu(action) if device == "cuda" else _clock_on_cpu(action)
     finally:
         gc.enable()
+
+
+def _clock_on_cpu(action: Callable[[], Any]) -> Clocked:
+    start = time.perf_counter()
+    result = action()
+    seconds = time.perf_counter() - start
+    return Clocked(seconds, seconds, result)
+
+
+def _clock_on_gpu(action: Callable[[], Any]) -> Clocked:
+    """Time of the GPU alone: nothing of the data is in its L2, and it sleeps until everything is queued."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    _more_than_an_l2().zero_()
+    torch.cuda._sleep(20_000_000)  # cycles: 10 ms
+    start.record()
+    queued = time.perf_counter()
+    result = action()
+    host_seconds = time.perf_counter() - queued
+    end.record()
+    torch.cuda.synchronize()
+    return Clocked(start.elapsed_time(end) / 1e3, host_seconds, result)
+
+
+@functools.cache
+def _more_than_an_l2() -> torch.Tensor:
+    return torch.empty(256 << 20, dtype=torch.uint8, device="cuda")

@@ -28,21 +28,23 @@ class Missing(Exception):
 class Implementation:
     """`logps` and `loss` take the logits apart from the inputs.
 
-    overwrites: the logits are their gradient afterwards. rounds_logps: log-probs come in the logits' dtype. only: the one dtype it makes
-    sense for. opaque: runs no operators that could be counted. needs: raises Missing where it cannot run.
+    overwrites: the logits are their gradient afterwards. spare: it takes (B, T + 1, V), as a model returns them, and nothing else.
+    rounds_logps: log-probs come in the logits' dtype. only: the one dtype it makes sense for. opaque: runs no operators that could be
+    counted. needs: raises Missing where it cannot run.
     """
 
     name: str
     logps: Callable[[Tensor, Inputs], Tensor] | None
     loss: Callable[[Tensor, Inputs], Tensor]
     overwrites: bool = False
+    spare: bool = False
     rounds_logps: bool = False
     only: str | None = None
     opaque: bool = False
     needs: Callable[[], None] = lambda: None
 
 
-def _peer(name: str, logps: Callable[[Tensor, Tensor], Tensor], **facts: Any) -> Implementation:
+def peer(name: str, logps: Callable[[Tensor, Tensor], Tensor], **facts: Any) -> Implementation:
     return Implementation(
         name,
         lambda logits, inputs: logps(logits, inputs.completion_ids),
@@ -79,11 +81,11 @@ def _selective_log_softmax() -> tuple[Callable[[Tensor, Tensor], Tensor], str]:
 
             return utils.selective_log_softmax, f"trl {trl.__version__}"
         except Exception as error:  # it does not import here, or has moved the function
-            return _published_steps, f"its published steps (trl: {type(error).__name__}: {error})"
-    return _published_steps, "its published steps (trl is not installed)"
+            return published_steps, f"its published steps (trl: {type(error).__name__}: {error})"
+    return published_steps, "its published steps (trl is not installed)"
 
 
-def _published_steps(logits: Tensor, ids: Tensor) -> Tensor:
+def published_steps(logits: Tensor, ids: Tensor) -> Tensor:
     """float32: chosen logit minus logsumexp, a sequence at a time. Half precision: log_softmax and gather, a sequence at a time."""
     if logits.dtype == torch.float32:
         lse = torch.stack([sequence.logsumexp(-1) for sequence in logits])
@@ -121,7 +123,7 @@ def _needs_compiler() -> None:
 
 def _compiled(name: str, logps: Callable[[Tensor, Tensor], Tensor]) -> Implementation:
     """The whole computation, loss included, compiled for static shapes: the fastest that torch.compile offers."""
-    eager = _peer(name, logps)
+    eager = peer(name, logps)
     # When first called, since it imports for seconds. fullgraph: an error rather than a quiet return to eager.
     compiled = functools.cache(functools.partial(torch.compile, dynamic=False, fullgraph=True))
     return Implementation(
@@ -144,14 +146,15 @@ def _needs_backend(name: str) -> Callable[[], None]:
     return needs
 
 
-def _ours(name: str, backend: str, **mode: bool) -> Implementation:
+def ours(name: str, backend: str, **mode: bool) -> Implementation:
     def logps(logits: Tensor, inputs: Inputs) -> Tensor:
         return grpo_kernels.token_logprobs(logits, inputs.completion_ids, mask=inputs.completion_mask, backend=backend)
 
     def loss(logits: Tensor, inputs: Inputs) -> Tensor:
         return grpo_kernels.fused_grpo_loss(
             logits, inputs.completion_ids, inputs.advantages, old_logps=inputs.old_logps, ref_logps=inputs.ref_logps,
-            completion_mask=inputs.completion_mask, epsilon=EPSILON, beta=BETA, backend=backend, **mode,
+            completion_mask=inputs.completion_mask, importance_sampling_level=inputs.level, epsilon=EPSILON, beta=BETA, backend=backend,
+            **mode,
         ).loss  # fmt: skip
 
     overwrites = mode.get("inplace", False)
@@ -161,14 +164,14 @@ def _ours(name: str, backend: str, **mode: bool) -> Implementation:
 IMPLEMENTATIONS = {
     implementation.name: implementation
     for implementation in (
-        _peer("naive", naive, rounds_logps=True),
-        _peer("naive_float", naive_float, only="bfloat16"),
-        _peer("trl", selective_log_softmax, rounds_logps=True),
+        peer("naive", naive, rounds_logps=True),
+        peer("naive_float", naive_float, only="bfloat16"),
+        peer("trl", selective_log_softmax, rounds_logps=True),
         _compiled("compile_where", where),
         _compiled("compile_cross_entropy", cross_entropy),
-        _ours("ours", "cpu"),
-        _ours("ours_one_pass", "cpu", one_pass=True),
-        _ours("ours_inplace", "cpu", one_pass=True, inplace=True),
+        ours("ours", "cpu"),
+        ours("ours_one_pass", "cpu", one_pass=True),
+        ours("ours_inplace", "cpu", one_pass=True, inplace=True),
     )
 }
 FORWARD = [name for name, implementation in IMPLEMENTATIONS.items() if implementation.logps]

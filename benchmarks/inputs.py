@@ -44,7 +44,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """logits (B, T, V); advantages (B,); everything else (B, T), float32. `logits` is never written to."""
+    """logits (B, T, V); advantages (B,); everything else (B, T), float32. `logits` is never written to.
+
+    `level`: of the ratio, each token's own or one a sequence (GSPO).
+    """
 
     logits: Tensor
     completion_ids: Tensor
@@ -52,28 +55,29 @@ class Inputs:
     old_logps: Tensor
     ref_logps: Tensor
     completion_mask: Tensor
+    level: str = "token"
 
     @classmethod
     def make(cls, case: Case, seed: int = 0) -> Inputs:
         """The same tensors for the same case, in every process."""
-        generator = torch.Generator().manual_seed(seed)
-        shape = (case.batch, case.time)
-        logits = torch.randn(*shape, case.vocab, generator=generator).to(getattr(torch, case.dtype))
-        ids = torch.randint(case.vocab, shape, generator=generator)
+        device, shape = case.device, (case.batch, case.time)
+        generator = torch.Generator(device).manual_seed(seed)
+        logits = torch.randn(*shape, case.vocab, generator=generator, device=device).to(getattr(torch, case.dtype))
+        ids = torch.randint(case.vocab, shape, generator=generator, device=device)
         logits[:, ::2].scatter_(-1, ids[:, ::2, None], math.log(case.vocab))
         logits[:, 1::2].scatter_(-1, ids[:, 1::2, None], 0.0)
         logps = chosen_logps(logits, ids)
 
         def pick(*values: float) -> Tensor:
-            return torch.tensor(values)[torch.randint(len(values), shape, generator=generator)]
+            return torch.tensor(values, device=device)[torch.randint(len(values), shape, generator=generator, device=device)]
 
         return cls(
             logits,
             ids,
-            advantages=torch.linspace(0.5, 1.5, case.batch) * torch.tensor([1.0, -1.0]).repeat(case.batch)[: case.batch],
+            advantages=(torch.linspace(0.5, 1.5, case.batch) * torch.tensor([1.0, -1.0]).repeat(case.batch)[: case.batch]).to(device),
             old_logps=(logps - pick(-0.5, -0.1, 0.1, 0.5)).float(),
             ref_logps=(logps + pick(-0.5, 0.5)).float(),
-            completion_mask=torch.ones(shape, dtype=torch.bool),
+            completion_mask=torch.ones(shape, dtype=torch.bool, device=device),
         )
 
     def half_masked(self) -> Inputs:
@@ -88,13 +92,11 @@ class Inputs:
         logps = chosen_logps(self.logits, self.completion_ids).requires_grad_()
         loss = textbook_loss(logps, self)
         loss.backward()
-        dlogits = torch.empty(self.logits.shape)
-        ids, slopes = self.completion_ids.flatten(), logps.grad.flatten()
-        for rows in torch.arange(ids.numel()).split(64):
-            p = self.logits.flatten(0, 1)[rows].double().softmax(-1)
-            p.mul_(-slopes[rows, None])
-            p[torch.arange(len(rows)), ids[rows]] += slopes[rows]
-            dlogits.flatten(0, 1)[rows] = p.float()
+        dlogits = torch.empty_like(self.logits, dtype=torch.float32)
+        chunks = (x.flatten(0, 1).split(64) for x in (self.logits, self.completion_ids[..., None], logps.grad[..., None], dlogits))
+        for z, ids, slopes, out in zip(*chunks):
+            p = z.double().softmax(-1).mul_(-slopes)
+            out.copy_(p.scatter_add_(-1, ids, slopes))
         masked = ~self.completion_mask
         return Answer(logps.detach().masked_fill(masked, 0), loss.detach(), dlogits)
 
@@ -125,7 +127,7 @@ def check(answer: Answer, expected: Answer, rounds_logps: bool) -> None:
         _within("loss", (answer.loss - expected.loss).abs(), 0.05 if rounds_logps else 1e-5)
     if answer.dlogits is not None:
         exact = 1e-4 if answer.dlogits.dtype == torch.float32 else 2**-8 + 1e-4  # half a step of bfloat16
-        worst = torch.zeros(())
+        worst = torch.zeros((), device=answer.dlogits.device)
         for got, want in zip(answer.dlogits.flatten(0, 1).split(64), expected.dlogits.flatten(0, 1).split(64)):
             length = want.norm(dim=-1)
             error = (got.float() - want).norm(dim=-1) / length.where(length > 0, 1)
@@ -147,7 +149,10 @@ def chosen_logps(logits: Tensor, ids: Tensor) -> Tensor:
 def textbook_loss(logps: Tensor, inputs: Inputs) -> Tensor:
     """DeepSeekMath's eq. 3 as trainers write it in plain PyTorch: what every peer below puts on top of its log-probs."""
     advantages, mask = inputs.advantages[:, None], inputs.completion_mask
-    ratio = torch.exp(logps - inputs.old_logps)
+    log_ratio = logps - inputs.old_logps
+    if inputs.level == "sequence":
+        log_ratio = (log_ratio * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    ratio = torch.exp(log_ratio)
     policy = -torch.minimum(ratio * advantages, ratio.clamp(1 - EPSILON, 1 + EPSILON) * advantages)
     distance = inputs.ref_logps - logps
     per_token = (policy + BETA * (torch.exp(distance) - distance - 1)) * mask
