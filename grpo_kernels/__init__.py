@@ -8,6 +8,7 @@ except ImportError as error:
 from grpo_kernels.advantages import gae_advantages, group_advantages, process_advantages
 from grpo_kernels.backends import available as available_backends
 from grpo_kernels.corrections import ImportanceWeights, high_entropy_mask, off_policy_mask, truncated_importance_weights
+from grpo_kernels.linear import fused_linear_grpo_loss, fused_linear_logprobs
 from grpo_kernels.logprobs import LogprobsOutput, token_logprobs, token_logprobs_and_entropy
 from grpo_kernels.loss import fused_grpo_loss, grpo_loss
 from grpo_kernels.metrics import grpo_metrics
@@ -23,6 +24,8 @@ __all__ = [
     "LossOptions",
     "available_backends",
     "fused_grpo_loss",
+    "fused_linear_grpo_loss",
+    "fused_linear_logprobs",
     "gae_advantages",
     "group_advantages",
     "grpo_loss",

@@ -17,6 +17,7 @@ from torch import Tensor
 from grpo_kernels import backends
 
 __all__ = [
+    "TOKENS",
     "check_values",
     "define",
     "first_order",
@@ -34,7 +35,7 @@ __all__ = [
 
 # The groups of arguments that several entry points share; backends.Backend says what each tensor is.
 _ROWS = "Tensor token_ids, Tensor? active, Tensor temperature"
-_TOKENS = "Tensor advantages, Tensor? old_logps, Tensor? ref_logps, Tensor? policy_weights, Tensor weights, Tensor? entropy_weights"
+TOKENS = "Tensor advantages, Tensor? old_logps, Tensor? ref_logps, Tensor? policy_weights, Tensor weights, Tensor? entropy_weights"
 _STATS = "Tensor row_max, Tensor log_sum, Tensor entropy, Tensor dlogps, Tensor? dentropy"
 _LOSS = "Tensor(a!) loss, Tensor(b!) policy_loss"
 _METRICS = "Tensor(d!) kl, Tensor(e!) clipped"
@@ -115,18 +116,18 @@ logprobs_forward = _operator(
 )
 objective = _operator(
     "objective",
-    f"Tensor logps, Tensor? entropy, {_TOKENS}, Tensor? active, Tensor params, {_LOSS}, Tensor(c!) dlogps, {_METRICS}",
+    f"Tensor logps, Tensor? entropy, {TOKENS}, Tensor? active, Tensor params, {_LOSS}, Tensor(c!) dlogps, {_METRICS}",
 )
 logprobs_backward = _operator("logprobs_backward", f"Tensor logits, {_ROWS}, {_STATS}, Tensor(a!) dlogits")
 logprobs_backward_ = _operator("logprobs_backward_", f"Tensor(z!) logits, {_ROWS}, {_STATS}")
 loss_and_grad = _operator(
     "loss_and_grad",
-    f"Tensor logits, {_ROWS}, {_TOKENS}, Tensor params, Tensor(f!) logps, Tensor(g!) entropy, {_LOSS}, {_METRICS}, Tensor(h!) dlogits",
+    f"Tensor logits, {_ROWS}, {TOKENS}, Tensor params, Tensor(f!) logps, Tensor(g!) entropy, {_LOSS}, {_METRICS}, Tensor(h!) dlogits",
     check=_check_values,
 )
 loss_and_grad_ = _operator(
     "loss_and_grad_",
-    f"Tensor(z!) logits, {_ROWS}, {_TOKENS}, Tensor params, Tensor(f!) logps, Tensor(g!) entropy, {_LOSS}, {_METRICS}",
+    f"Tensor(z!) logits, {_ROWS}, {TOKENS}, Tensor params, Tensor(f!) logps, Tensor(g!) entropy, {_LOSS}, {_METRICS}",
     check=_check_values,
 )
 scale_ = _operator("scale_", "Tensor(a!) dlogits, Tensor factor")

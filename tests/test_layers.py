@@ -15,9 +15,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # module -> what it may import of this package. Siblings are in no row of each other.
 ARROWS: dict[str, set[str]] = {
-    "grpo_kernels": {"loss", "logprobs", "options", "advantages", "corrections", "metrics", "packed", "backends"},
+    "grpo_kernels": {"loss", "linear", "logprobs", "options", "advantages", "corrections", "metrics", "packed", "backends"},
     "__main__": {"grpo_kernels", "_C"},
     "loss": {"batch", "logprobs", "one_pass", "packed", "options", "checks", "rows"},
+    "linear": {"batch", "whole", "chunked", "products", "logprobs", "objective", "packed", "options", "checks", "rows", "ops"},
+    "whole": {"batch", "chunked", "products", "objective", "sequence", "options", "rows", "backends"},
+    "chunked": {"products", "ops", "backends"},
+    "products": set(),
     "batch": {"objective", "sequence", "weights", "options", "checks", "rows", "ops"},
     "one_pass": {"objective", "options", "rows", "ops"},
     "logprobs": {"ops", "checks", "rows"},
@@ -41,12 +45,13 @@ ARROWS: dict[str, set[str]] = {
     "backends": {"backends.eager", "backends.native", "backends.triton"},
     "backends.eager": {"reference"},
     "backends.native": {"_C"},
-    "backends.triton": {f"backends.triton.{name}" for name in ("configs", "kernels", "softmax", "advantages")},
+    "backends.triton": {f"backends.triton.{name}" for name in ("configs", "jit", "kernels", "advantages")},
     "backends.triton.configs": set(),
-    "backends.triton.kernels": {"backends.triton.objective", "backends.triton.softmax"},
-    "backends.triton.objective": set(),
-    "backends.triton.softmax": set(),
-    "backends.triton.advantages": {"backends.triton.kernels", "backends.triton.objective"},
+    "backends.triton.jit": set(),
+    "backends.triton.objective": {"backends.triton.jit"},
+    "backends.triton.softmax": {"backends.triton.jit"},
+    "backends.triton.kernels": {f"backends.triton.{name}" for name in ("jit", "objective", "softmax")},
+    "backends.triton.advantages": {"backends.triton.jit", "backends.triton.objective"},
 }
 
 
