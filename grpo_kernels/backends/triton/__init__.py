@@ -36,9 +36,9 @@ def load(name: str) -> TritonBackend:
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if version < OLDEST:
         raise ImportError(f"Triton {triton.__version__} is too old; it has to be {OLDEST[0]}.{OLDEST[1]} or newer")
-    from grpo_kernels.backends.triton import softmax
+    from grpo_kernels.backends.triton import jit
 
-    if softmax.INTERPRETED.value:
+    if jit.INTERPRETED:
         return TritonBackend("cpu", "interpreter")
     if torch.version.hip:
         raise RuntimeError("never tried on ROCm; use backend 'torch' there")

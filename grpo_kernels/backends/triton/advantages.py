@@ -3,15 +3,14 @@ a group."""
 # mypy: disable-error-code="no-untyped-def"
 # (no `from __future__ import annotations`: Triton's interpreter reads tl.constexpr from the annotation itself)
 
-import triton
 import triton.language as tl
 
-from grpo_kernels.backends.triton.kernels import kernel
+from grpo_kernels.backends.triton.jit import device, highest, kernel, lowest, total
 from grpo_kernels.backends.triton.objective import is_given, load_given
 
 
 # Values begin .. end - 1 of a group a block at a time, and their places. NaN, and in process supervision what is no step, is not real.
-@triton.jit
+@device
 def load_values(values, order, step_ends, time, k, end):
     valid = k < end
     index = tl.where(is_given(order), load_given(order, k, valid, 0), k)
@@ -22,25 +21,25 @@ def load_values(values, order, step_ends, time, k, end):
 
 
 # Count, mean and deviation of the real values, and whether all are equal.
-@triton.jit
+@device
 def statistics(values, order, step_ends, time, begin, end, ddof, BLOCK: tl.constexpr):
     infinity = float("inf")
-    counts, sums = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.float64)
-    lowest, highest = tl.full([BLOCK], infinity, tl.float64), tl.full([BLOCK], -infinity, tl.float64)
+    counts, sums = tl.full([BLOCK], 0.0, tl.float64), tl.full([BLOCK], 0.0, tl.float64)
+    least, most = tl.full([BLOCK], infinity, tl.float64), tl.full([BLOCK], -infinity, tl.float64)
     for k in range(begin, end, BLOCK):
         value, _, _, real = load_values(values, order, step_ends, time, k + tl.arange(0, BLOCK), end)
         counts += tl.where(real, 1.0, 0.0)
         sums += tl.where(real, value, 0.0)
-        lowest = tl.minimum(lowest, tl.where(real, value, infinity))
-        highest = tl.maximum(highest, tl.where(real, value, -infinity))
-    count = tl.sum(counts, axis=0)
-    mean = tl.sum(sums, axis=0) / tl.maximum(count, 1.0)
-    squares = tl.zeros([BLOCK], tl.float64)
+        least = tl.minimum(least, tl.where(real, value, infinity))
+        most = tl.maximum(most, tl.where(real, value, -infinity))
+    count = total(counts, 0)
+    mean = total(sums, 0) / tl.maximum(count, 1.0)
+    squares = tl.full([BLOCK], 0.0, tl.float64)
     for k in range(begin, end, BLOCK):
         value, _, _, real = load_values(values, order, step_ends, time, k + tl.arange(0, BLOCK), end)
         squares += tl.where(real, (value - mean) * (value - mean), 0.0)
-    deviation = tl.sqrt(tl.sum(squares, axis=0) / tl.maximum(count - ddof, 1.0))
-    return count, mean, deviation, tl.min(lowest, axis=0) == tl.max(highest, axis=0)
+    deviation = tl.sqrt(total(squares, 0) / tl.maximum(count - ddof, 1.0))
+    return count, mean, deviation, lowest(least, 0) == highest(most, 0)
 
 
 @kernel
@@ -74,7 +73,7 @@ def normalise(
 def sum_of_later_steps(normalised, step_ends, steps: tl.int32, time: tl.int64, blocks: tl.int32, out, BLOCK: tl.constexpr):
     row = (tl.program_id(0) // blocks).to(tl.int64)
     t = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float64)
+    sums = tl.full([BLOCK], 0.0, tl.float64)
     for step in range(steps):
-        total += tl.where(tl.load(step_ends + row * steps + step) >= t, tl.load(normalised + row * steps + step), 0.0)
-    tl.store(out + row * time + t, total.to(tl.float32), mask=t < time)
+        sums += tl.where(tl.load(step_ends + row * steps + step) >= t, tl.load(normalised + row * steps + step), 0.0)
+    tl.store(out + row * time + t, sums.to(tl.float32), mask=t < time)

@@ -6,25 +6,15 @@ lengths, strides, addresses, options, and whichever optional inputs are there. c
 # mypy: disable-error-code="no-untyped-def"
 # (no `from __future__ import annotations`: Triton's interpreter reads tl.constexpr from the annotation itself)
 
-import inspect
-from collections.abc import Callable
-from typing import Any
-
-import triton
 import triton.language as tl
 
+from grpo_kernels.backends.triton.jit import device, kernel
 from grpo_kernels.backends.triton.objective import load_given, load_token, token_objective
 from grpo_kernels.backends.triton.softmax import fill_row, row_grad, row_stats, scale_row
 
 
-def kernel(function: Callable[..., None]) -> Any:
-    """triton.jit without any specialisation on the value or alignment of an argument."""
-    parameters = inspect.signature(function).parameters.values()
-    return triton.jit(function, do_not_specialize=[p.name for p in parameters if p.annotation is not tl.constexpr])
-
-
 # Where a row starts. PACK > 1 promises that it is 16-byte aligned. 64 bits: 14,135 rows of 151,936 pass 2^31.
-@triton.jit
+@device
 def row_at(logits, row, time, batch_stride, time_stride, PACK: tl.constexpr):
     batch = row // time
     start = logits + (batch.to(tl.int64) * batch_stride + (row - batch * time).to(tl.int64) * time_stride)
@@ -34,9 +24,15 @@ def row_at(logits, row, time, batch_stride, time_stride, PACK: tl.constexpr):
 
 
 # An inactive row is read nowhere.
-@triton.jit
+@device
 def is_active(active, row):
     return load_given(active, row, True, 1) != 0
+
+
+# Whether a row has to be swept for its gradient; else it is all 0, or all NaN.
+@device
+def has_gradient(a, b, degenerate):
+    return ((a != 0.0) | (b != 0.0)) & (degenerate == 0)
 
 
 @kernel
@@ -64,22 +60,20 @@ def logprobs_backward(
     REPEAT: tl.constexpr, LANES: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
+    wanted = is_active(active, row)
+    token_id, tau = tl.load(token_ids + row, mask=wanted, other=0), tl.load(temperature + row, mask=wanted, other=1.0)
+    m, s = tl.load(row_max + row, mask=wanted, other=0.0), tl.load(log_sum + row, mask=wanted, other=0.0)
+    h = tl.load(entropy + row, mask=wanted, other=0.0)
+    a, b = tl.load(dlogps + row, mask=wanted, other=0.0), load_given(dentropy, row, wanted, 0.0)
+    degenerate = (s != s) | (a != a) | (b != b) | (token_id < 0) | (token_id >= vocab)
+
     dz = row_at(dlogits, row, time, d_batch_stride, d_time_stride, PACK)
-    if is_active(active, row):
-        token_id, s = tl.load(token_ids + row), tl.load(log_sum + row)
-        a, b = tl.load(dlogps + row), load_given(dentropy, row, True, 0.0)
-        degenerate = (s != s) | (a != a) | (b != b) | (token_id < 0) | (token_id >= vocab)
-        if degenerate:
-            fill_row(dz, vocab, s * 0.0 + float("nan"), REPEAT, LANES, PACK)
-        elif (a == 0.0) & (b == 0.0):
-            fill_row(dz, vocab, a * 0.0, REPEAT, LANES, PACK)
-        else:
-            z = row_at(logits, row, time, batch_stride, time_stride, PACK)
-            chosen = tl.load(z + token_id).to(tl.float32)
-            m, h, tau = tl.load(row_max + row), tl.load(entropy + row), tl.load(temperature + row)
-            row_grad(z, dz, vocab, token_id, tau, a, b, m, s, h, chosen, REPEAT, LANES, PACK)
+    if has_gradient(a, b, degenerate):
+        z = row_at(logits, row, time, batch_stride, time_stride, PACK)
+        chosen = tl.load(z + token_id).to(tl.float32)
+        row_grad(z, dz, vocab, token_id, tau, a, b, m, s, h, chosen, REPEAT, LANES, PACK)
     else:
-        fill_row(dz, vocab, tl.full([], 0.0, tl.float32), REPEAT, LANES, PACK)
+        fill_row(dz, vocab, degenerate, REPEAT, LANES, PACK)
 
 
 @kernel
@@ -93,11 +87,12 @@ def loss_and_grad(
     REPEAT: tl.constexpr, LANES: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    dz = row_at(dlogits, row, time, d_batch_stride, d_time_stride, PACK)
-    logp, h, token_loss, token_policy_loss, token_kl, side = 0.0, 0.0, 0.0, 0.0, 0.0, 0
-    if is_active(active, row):
-        z = row_at(logits, row, time, batch_stride, time_stride, PACK)
-        token_id, tau = tl.load(token_ids + row), tl.load(temperature + row)
+    z = row_at(logits, row, time, batch_stride, time_stride, PACK)
+    wanted = is_active(active, row)
+    token_id, tau = tl.load(token_ids + row, mask=wanted, other=0), tl.load(temperature + row, mask=wanted, other=1.0)
+    m, s, logp, h, chosen, a, b = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    token_loss, token_policy_loss, token_kl, side = 0.0, 0.0, 0.0, 0
+    if wanted:
         m, s, logp, h, chosen = row_stats(z, vocab, token_id, tau, "evict_last", REPEAT, LANES, PACK)
         advantage, log_ratio, ref_logp, policy_weight, weight, entropy_weight, has_ref = load_token(
             logp, row, True, advantages, old_logps, ref_logps, policy_weights, weights, entropy_weights
@@ -107,20 +102,19 @@ def loss_and_grad(
             objective_kind, ratio_min, ratio_max, ratio_bound, delta, dual_clip, sapo_pos, sapo_neg, kl_estimator, max_log_ratio, beta,
         )  # fmt: skip
         b = -entropy_weight
-        if (logp != logp) | (a != a) | (b != b):
-            fill_row(dz, vocab, a * 0.0 + float("nan"), REPEAT, LANES, PACK)
-        elif (a == 0.0) & (b == 0.0):
-            fill_row(dz, vocab, a * 0.0, REPEAT, LANES, PACK)
-        else:
-            row_grad(z, dz, vocab, token_id, tau, a, b, m, s, h, chosen, REPEAT, LANES, PACK)
-    else:
-        fill_row(dz, vocab, tl.full([], 0.0, tl.float32), REPEAT, LANES, PACK)
     tl.store(logps + row, logp)
     tl.store(entropy + row, h)
     tl.store(loss + row, token_loss)
     tl.store(policy_loss + row, token_policy_loss)
     tl.store(kl + row, token_kl)
     tl.store(clipped + row, side)
+
+    degenerate = (logp != logp) | (a != a) | (b != b)
+    dz = row_at(dlogits, row, time, d_batch_stride, d_time_stride, PACK)
+    if has_gradient(a, b, degenerate):
+        row_grad(z, dz, vocab, token_id, tau, a, b, m, s, h, chosen, REPEAT, LANES, PACK)
+    else:
+        fill_row(dz, vocab, degenerate, REPEAT, LANES, PACK)
 
 
 @kernel

@@ -9,8 +9,9 @@ Schulman 2020, the bias-corrected one 2512.02556.
 # mypy: disable-error-code="no-untyped-def"
 # (no `from __future__ import annotations`: Triton's interpreter reads tl.constexpr from the annotation itself)
 
-import triton
 import triton.language as tl
+
+from grpo_kernels.backends.triton.jit import device
 
 # In the order of reference.py's OBJECTIVES and KL_ESTIMATORS.
 CLIP, CISPO, SAPO, REINFORCE = (tl.constexpr(i) for i in range(4))
@@ -19,27 +20,27 @@ K3, K1, K2, ABS, K3_BIAS_CORRECTED = (tl.constexpr(i) for i in range(5))
 FLT_MAX = tl.constexpr(3.4028234663852886e38)
 
 
-@triton.jit
+@device
 def is_infinite(x):
     return tl.abs(x) == float("inf")
 
 
 # 0 where both are equal, also at -inf. NaN stays NaN.
-@triton.jit
+@device
 def difference(logp, other_logp):
     return tl.where(logp == other_logp, 0.0, logp - other_logp)
 
 
 # exp overflows at 88: what goes into it is held within +-bound. At the bound the gradient passes, beyond it is 0. NaN stays NaN
 # (a maximum would drop it).
-@triton.jit
+@device
 def hold(x, dx, bound):
     beyond = (x > bound) | (x < -bound)
     return tl.where(x > bound, bound, tl.where(x < -bound, -bound, x)), tl.where(beyond, 0.0, dx)
 
 
 # -min(ratio A, clip(ratio) A). A tie passes the whole gradient: only a strictly smaller clipped branch counts.
-@triton.jit
+@device
 def ppo_clip(ratio, dratio, advantage, ratio_min, ratio_max, delta, dual_clip):
     capped, dcapped = tl.where(ratio > delta, delta, ratio), tl.where(ratio > delta, 0.0, dratio)
     clipped = tl.where(ratio < ratio_min, ratio_min, tl.where(ratio > ratio_max, ratio_max, ratio))
@@ -52,19 +53,19 @@ def ppo_clip(ratio, dratio, advantage, ratio_min, ratio_max, delta, dual_clip):
 
 
 # -coefficient logp; 0 times -inf is 0.
-@triton.jit
+@device
 def weighted_logp(coefficient, logp):
     unlikely = (coefficient == 0.0) & is_infinite(logp)
     return tl.where(unlikely, 0.0, -coefficient * logp), -coefficient
 
 
-@triton.jit
+@device
 def cispo(ratio, advantage, logp, ratio_bound):
     return weighted_logp(tl.where(ratio > ratio_bound, ratio_bound, ratio) * advantage, logp)
 
 
 # -A sigmoid(k (ratio - 1)) 4 / k, with s (1 - s) from e^-|x|, where neither factor cancels.
-@triton.jit
+@device
 def sapo(ratio, dratio, advantage, sapo_pos, sapo_neg):
     k = tl.where(advantage > 0.0, sapo_pos, sapo_neg)
     x = k * (ratio - 1.0)
@@ -73,7 +74,7 @@ def sapo(ratio, dratio, advantage, sapo_pos, sapo_neg):
     return -advantage * sigmoid * 4.0 / k, -4.0 * (e / ((1.0 + e) * (1.0 + e))) * advantage * dratio
 
 
-@triton.jit
+@device
 def policy_term(
     ratio, dratio, advantage, logp, objective, ratio_min, ratio_max, ratio_bound, delta, dual_clip, sapo_pos, sapo_neg
 ):  # fmt: skip
@@ -89,7 +90,7 @@ def policy_term(
 
 
 # -1: below the clip range at a negative advantage, +1: above it at a positive one, which is where the gradient stops.
-@triton.jit
+@device
 def clip_side(ratio, advantage, objective, ratio_min, ratio_max, ratio_bound):
     below = (objective == CLIP) & (ratio < ratio_min) & (advantage < 0.0)
     above = (objective == CLIP) & (ratio > ratio_max) & (advantage > 0.0)
@@ -98,7 +99,7 @@ def clip_side(ratio, advantage, objective, ratio_min, ratio_max, ratio_bound):
 
 
 # k3 = exp(d) - d - 1 >= 0 with d = ref_logp - logp. The plain form cancels near 0 (11 % off at d = 1e-6, negative at times).
-@triton.jit
+@device
 def kl_k3(x, dx):
     tail = 1 / 24 + x * (1 / 120 + x * (1 / 720 + x * (1 / 5040 + x * (1 / 40320))))
     k3 = x * x * (0.5 + x * (1 / 6 + x * tail))
@@ -108,7 +109,7 @@ def kl_k3(x, dx):
 
 
 # ratio k3(d). Its gradient in closed form is ratio (logp - ref_logp): the product rule's two terms would cancel (8 % off at 1e-3).
-@triton.jit
+@device
 def kl_k3_bias_corrected(ratio, dratio, d, dd, max_log_ratio):
     held, dheld = hold(d, dd, max_log_ratio)
     k3, dk3 = kl_k3(held, dheld)
@@ -118,7 +119,7 @@ def kl_k3_bias_corrected(ratio, dratio, d, dd, max_log_ratio):
     return tl.where(value > FLT_MAX, FLT_MAX, value), grad
 
 
-@triton.jit
+@device
 def kl_estimate(ratio, dratio, d, dd, kl_estimator, max_log_ratio):
     if kl_estimator == K1:
         value, grad = -d, -dd
@@ -135,13 +136,13 @@ def kl_estimate(ratio, dratio, d, dd, kl_estimator, max_log_ratio):
 
 
 # 0 times an infinite term is 0: a token without weight adds nothing, whatever its log-probability.
-@triton.jit
+@device
 def times(weight, term):
     return tl.where((weight == 0.0) & is_infinite(term), 0.0, weight * term)
 
 
 # Returns loss and policy_loss (weighted), dlogp = dloss / dlogp (dloss / dentropy is -entropy_weight), kl (before beta), clipped.
-@triton.jit
+@device
 def token_objective(
     logp, entropy, advantage, log_ratio, ref_logp, policy_weight, weight, entropy_weight, has_ref,
     objective, ratio_min, ratio_max, ratio_bound, delta, dual_clip, sapo_pos, sapo_neg, kl_estimator, max_log_ratio, beta,
@@ -167,18 +168,18 @@ def token_objective(
 
 
 # A null pointer is an absent input (an empty tensor has one); nothing is ever aliased to a dummy.
-@triton.jit
+@device
 def is_given(pointer):
     return pointer.to(tl.int64) != 0
 
 
 # != 0: a scalar condition that the interpreter spreads over a block comes out as integers.
-@triton.jit
+@device
 def load_given(pointer, row, valid, other):
     return tl.load(pointer + row, mask=(valid & is_given(pointer)) != 0, other=other)
 
 
-@triton.jit
+@device
 def load_token(logp, row, valid, advantages, old_logps, ref_logps, policy_weights, weights, entropy_weights):
     advantage = load_given(advantages, row, valid, 0.0)
     old_logp = load_given(old_logps, row, valid, 0.0)
