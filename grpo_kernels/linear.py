@@ -83,8 +83,8 @@ def fused_linear_grpo_loss(
     have the dtype of what they are of. dW adds up float32: on a GPU products that were never rounded, on a CPU products of a chunk each
     rounded once to half precision, so its error is at most that of dlogits plus half an ulp of each chunk's product and of the sum.
 
-    Losses of whole sequences (importance_sampling_level "sequence" or "sequence_token", vespo) take three products where chunk_size holds the
-    longest sequence, masked tokens not counted; else, and inside torch.compile, two sweeps and four.
+    Losses of whole sequences (importance_sampling_level "sequence" or "sequence_token", vespo) take three products where chunk_size holds
+    the longest sequence, masked tokens not counted; else, and inside torch.compile, two sweeps and four.
 
     Choosing rows by value waits for the device: on a GPU once a call for the mask and once a chunk, but not while a CUDA graph is captured,
     when all rows are multiplied.
@@ -165,7 +165,8 @@ def fused_linear_logprobs(
         IndexError: an unmasked id outside [0, V), on the CPU (on a GPU that token's results are NaN).
 
     >>> import torch
-    >>> fused_linear_logprobs(torch.ones(1, 2), torch.tensor([[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]), torch.tensor([0]), temperature=0.5).logps
+    >>> head = torch.tensor([[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
+    >>> fused_linear_logprobs(torch.ones(1, 2), head, torch.tensor([0]), temperature=0.5).logps
     tensor([-0.0360])
     """
     check_hidden_states(hidden_states, lm_head_weight, bias, token_ids, "token_ids")
