@@ -1,11 +1,12 @@
-"""Every launch of the Triton backend without a GPU: which kernel, with what argument types and constants. Needs no interpreter either.
+"""Every launch of the Triton backend without a GPU: what Triton would look up in its compile cache, and compile if it is not there.
 
-`compiles` says how many compiles a run on a GPU would make, `sources` is what an ahead-of-time build compiles.
+Triton's own binding of arguments says what that is, so an ahead-of-time build of these launches compiles what a GPU would run. Not to be
+used under TRITON_INTERPRET=1, where there is nothing to compile: tests call it in a process of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -13,24 +14,14 @@ from torch import Tensor
 
 from grpo_kernels.backends.triton import TritonBackend
 
-TYPES = {
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float64: "*fp64",
-    torch.int64: "*i64",
-    torch.uint8: "*u8",
-    torch.int8: "*i8",
-}
-SCALARS = {"int32": "i32", "int64": "i64", "float32": "fp32", "fp32": "fp32", "float64": "fp64", "fp64": "fp64"}
-PARAMS = [0.0, 0.2, 0.2, float("inf"), float("inf"), 1.0, 1.05, 0.0, 80.0, 0.04]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PARAMS = (0.0, 0.2, 0.2, math.inf, math.inf, 1.0, 1.05, 0.0, 80.0, 0.04)  # ObjectiveParams.for_kernels()
 
 
 class Launch(NamedTuple):
-    """What Triton's compile cache is keyed on, as no argument is specialised: triton.compiler.ASTSource(kernel, signature, constants)."""
-
-    kernel: Any
-    signature: tuple[tuple[str, str], ...]  # argument -> type, "constexpr" for constants
+    kernel: Any  # triton.JITFunction
+    types: tuple[str, ...]  # of the arguments that are no constants, in order: "*bf16", "i64", ...
+    specialisations: tuple[str, ...]  # what Triton saw in their values ("D": a multiple of 16, "1"); has to be empty
     constants: tuple[tuple[str, int], ...]
     options: tuple[tuple[str, Any], ...]
 
@@ -40,74 +31,106 @@ class Launch(NamedTuple):
 
 
 class Recorder(TritonBackend):
-    """The backend on a GPU of some architecture, with the kernels left out."""
+    """The backend on a GPU of some architecture, with the running of kernels left out."""
 
-    def __init__(self, architecture: int | str) -> None:
+    def __init__(self, architecture: int) -> None:
         super().__init__("cuda", architecture)
         self.launches: list[Launch] = []
 
-    def queue(self, kernel, programs, arguments, constants, options, like) -> None:
-        parameters = kernel.fn.__annotations__
-        names = kernel.arg_names
-        assert len(names) == len(arguments) + len(constants), f"{kernel.fn.__name__}: {len(arguments)} arguments for {names}"
-        signature = [
-            (name, TYPES[value.dtype] if isinstance(value, Tensor) else SCALARS[str(parameters[name]).removeprefix("triton.language.")])
-            for name, value in zip(names, arguments)
-        ]
-        constexprs = [(name, "constexpr") for name in constants]
-        self.launches.append(Launch(kernel, (*signature, *constexprs), tuple(constants.items()), tuple(options.items())))
+    def queue(self, kernel, programs, arguments, constants, options, like) -> None:  # type: ignore[no-untyped-def]
+        types, seen = bind(kernel, arguments, constants, self.architecture)
+        self.launches.append(Launch(kernel, types, seen, tuple(constants.items()), tuple(options.items())))
 
 
-def launches(
-    architecture: int | str,
+def bind(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, int], architecture: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Types and specialisations of arguments, by Triton's own binder."""
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    binder = create_function_from_signature(kernel.signature, kernel.params, make_backend(target(architecture)))
+    _, key, *_ = binder(*arguments, **constants)
+    if isinstance(key, list):  # since Triton 3.3: (type, specialisation) of each
+        typed = [(kind, seen) for kind, seen in key if kind != "constexpr"]
+        return tuple(kind for kind, _ in typed), tuple(seen for _, seen in typed if seen)
+    return tuple(key[: len(arguments)]), tuple(key[len(arguments) :])
+
+
+def target(architecture: int) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget("cuda", architecture, 32)
+
+
+def source(launch: Launch) -> Any:
+    """The launch as triton.compile takes it."""
+    from triton.compiler import ASTSource
+
+    names = launch.kernel.arg_names
+    signature, constants = dict(zip(names, launch.types)), dict(launch.constants)
+    try:
+        return ASTSource(fn=launch.kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+    except TypeError:  # before Triton 3.3
+        return ASTSource(fn=launch.kernel, signature=signature, constants=constants)
+
+
+def row_launches(
+    architecture: int,
     dtype: torch.dtype,
     *,
     shape: tuple[int, int, int] = (1, 2, 151936),
     aligned: bool = True,
     optional: bool = True,
-    params: list[float] = PARAMS,
+    params: tuple[float, ...] = PARAMS,
+    device: str = "cpu",
 ) -> list[Launch]:
-    """One launch of every kernel, over logits of that shape. `optional`: whether the optional inputs are given."""
+    """One launch of every kernel over rows and tokens. `optional`: whether the optional inputs are given."""
     backend = Recorder(architecture)
     batch, time, vocab = shape
-    flat = torch.empty(batch * time * vocab + 1, dtype=dtype, device="cpu")
-    logits = flat[0 if aligned else 1 :][: batch * time * vocab].view(shape)
+    flat = torch.empty(batch * time * (vocab + 1), dtype=dtype, device=device)
+    logits = flat.as_strided(shape, (time * vocab, vocab, 1) if aligned else (time * (vocab + 1), vocab + 1, 1))
 
-    def token(dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.ones(batch, time, dtype=dtype)
+    def tokens(dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(batch, time, dtype=dtype, device=device)
 
     def given(x: Tensor) -> Tensor | None:
         return x if optional else None
 
-    ids, active, temperature = token(torch.int64), given(token(torch.uint8)), token()
-    inputs = (token(), given(token()), given(token()), given(token()), token(), given(token()))
-    stats, loss = (token(), token(), token(), token()), (token(), token())
-    metrics = (token(), token(torch.int8))
-    backend.logprobs_forward(logits, ids, active, temperature, *stats)
-    backend.objective(token(), given(token()), *inputs, active, params, *loss, token(), *metrics)
-    backend.logprobs_backward(logits, ids, active, temperature, *stats[1:], token(), given(token()), logits)
-    backend.loss_and_grad(logits, ids, active, temperature, *inputs, params, token(), token(), *loss, *metrics, logits)
-    backend.scale(logits, torch.ones(()))
+    ids, active, temperature = tokens(torch.int64), given(tokens(torch.uint8)), tokens()
+    inputs = (tokens(), given(tokens()), given(tokens()), given(tokens()), tokens(), given(tokens()))
+    stats, loss, metrics = (tokens(), tokens(), tokens()), (tokens(), tokens()), (tokens(), tokens(torch.int8))
+    backend.logprobs_forward(logits, ids, active, temperature, tokens(), *stats)
+    backend.objective(tokens(), given(tokens()), *inputs, active, list(params), *loss, tokens(), *metrics)
+    backend.logprobs_backward(logits, ids, active, temperature, *stats, tokens(), given(tokens()), logits)
+    backend.loss_and_grad(logits, ids, active, temperature, *inputs, list(params), tokens(), tokens(), *loss, *metrics, logits)
+    backend.scale(logits, torch.empty((), device=device))
     return backend.launches
 
 
-def advantage_launches(architecture: int | str) -> list[Launch]:
-    """Every kernel of group_advantages: outcome and process supervision."""
+def advantage_launches(
+    architecture: int, *, groups: int = 2, generations: int = 3, steps: int = 2, time: int = 5, optional: bool = True
+) -> list[Launch]:
+    """Every kernel of group_advantages: outcome and process supervision. `optional`: whether values come in an order of their own."""
     backend = Recorder(architecture)
-    values, offsets = torch.zeros(4, dtype=torch.float64), torch.tensor([0, 2, 4])
-    for steps, out in ((None, torch.empty(4)), (torch.zeros(2, 2, dtype=torch.int64), torch.empty(2, 5))):
-        backend.group_advantages(values, None, offsets, "batch", "mean", 1, 1e-4, steps, out)
+    for count, step_ends in ((1, None), (steps, torch.zeros(groups * generations, steps, dtype=torch.int64))):
+        values = torch.zeros(groups * generations * count, dtype=torch.float64)
+        order = torch.arange(len(values)) if optional else None
+        offsets = torch.arange(groups + 1) * generations * count
+        out = torch.empty(len(values) if step_ends is None else (groups * generations, time))
+        for scale in ("group", "batch"):
+            backend.group_advantages(values, order, offsets, scale, "mean", 1, 1e-4, step_ends, out)
     return backend.launches
 
 
-def source(launch: Launch) -> Any:
-    """The launch as triton.compile takes it, on Triton 3.2 and on later ones."""
-    from triton.compiler import ASTSource
-
-    create: Callable[..., Any] = ASTSource
-    constants = dict(launch.constants)
-    try:
-        return create(fn=launch.kernel, signature=dict(launch.signature), constexprs=constants)
-    except TypeError:
-        signature = {name: kind for name, kind in launch.signature if kind != "constexpr"}
-        return create(fn=launch.kernel, signature=signature, constants=constants)
+def all_launches(architecture: int, vocab: int = 151936) -> dict[tuple[str, str, str], Launch]:
+    """(kernel, dtype, alignment class) -> what is compiled for it. Kernels that read no logits have neither, but for the dtype that
+    `normalise` writes."""
+    found = {}
+    for dtype in DTYPES:
+        for aligned in (True, False):
+            for launch in row_launches(architecture, dtype, shape=(1, 2, vocab), aligned=aligned):
+                rows = "LANES" in dict(launch.constants)
+                key = (str(dtype).removeprefix("torch."), "aligned" if aligned else "unaligned") if rows else ("", "")
+                found[(launch.name, *key)] = launch
+    for launch in advantage_launches(architecture):
+        found[launch.name, launch.types[-1].lstrip("*") if launch.name == "normalise" else "", ""] = launch
+    return found
