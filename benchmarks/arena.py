@@ -8,6 +8,7 @@ intermediate result as a model's are, not a leaf. Outside the clock: making tens
 from __future__ import annotations
 
 import functools
+import re
 import statistics
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -213,9 +214,10 @@ def figures(outcome: Contest, name: str, roofline: str) -> dict[str, Any]:
         found["faster_than_baseline"] = outcome.ratio(name, contestant.baseline)
         found["best_compile"] = best
         found["faster_than_best_compile"] = outcome.ratio(name, best)
+        found["faster_than_liger"] = outcome.ratio(name, re.sub("^[^-]*", "liger", name))  # that of the same half
         if "bytes_needed" in found:
             found["gb_per_s"] = found["bytes_needed"] / statistics.median(seconds) / 1e9
         if ratio := outcome.ratio(name, roofline):
-            share = found["bytes_needed"] / outcome.contestants[roofline].facts["bytes_needed"]
+            share = found.get("bytes_needed", 1) / outcome.contestants[roofline].facts.get("bytes_needed", 1)
             found["share_of_roofline"] = {key: value * share for key, value in ratio.items()}
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,56 +21,92 @@ def markdown(benchmarks: Sequence[Benchmark]) -> str:
 
 def _contest(group: str, members: list[Benchmark]) -> str:
     first = members[0]["extra_info"]
-    heading = f"**{group}**, logits [{first['rows']}, {first['vocab']}], {first['threads']} threads"
-    if "extra_bytes" in first:
-        head, row = ["", "extra MB at the peak", "of the logits", "bytes a row"], _memory
-    elif first["baseline"] == "naive":
-        head, row = (
-            ["", "ms", "times faster than naive", "than best torch.compile", "GB/s", "share of mul_", "bytes a logit"],
-            _against_naive,
-        )
-    else:
-        head, row = ["", "ms", "beside", "times faster", "share of its time"], _against_itself
+    heading = f"**{group}**, logits [{first['rows']}, {first['vocab']}], {first.get('device') or str(first['threads']) + ' threads'}"
+    if first.get("width"):
+        heading += f", from hidden states of width {first['width']}"
     if "baseline" in first:
         heading += f", {members[0]['stats']['rounds']} rounds, load average {first['load_average']:.1f}"
-    return heading + "\n\n" + _table(head, [row(member) for member in members])
-
-
-def _against_naive(member: Benchmark) -> list[str]:
-    info = member["extra_info"]
-    counted = info.get("bytes_counted")
-    share = info.get("share_of_roofline")
-    return [
-        info["contestant"],
-        _ms(member),
-        _ratio(info["faster_than_baseline"]),
-        _ratio(info["faster_than_best_compile"]),
-        f"{info['gb_per_s']:.1f}" if "gb_per_s" in info else "",
-        f"{share['median']:.0%}" if share else "",
-        f"{counted / (info['rows'] * info['vocab']):.3g}" if counted else "",
-    ]
-
-
-def _against_itself(member: Benchmark) -> list[str]:
-    info = member["extra_info"]
-    ratio = info["faster_than_baseline"]
-    return [info["contestant"], _ms(member), info["baseline"], _ratio(ratio), f"{1 / ratio['median']:.2f}" if ratio else ""]
-
-
-def _memory(member: Benchmark) -> list[str]:
-    info = member["extra_info"]
-    return [info["contestant"], f"{info['extra_bytes'] / 1e6:.3g}", f"{info['of_logits']:.2f}", f"{info['extra_bytes'] / info['rows']:.0f}"]
+    columns = (
+        MEMORY if "extra_bytes" in first and "baseline" not in first else AGAINST_NAIVE if first["baseline"] == "naive" else AGAINST_ITSELF
+    )
+    rows = [[cell(member) for cell in columns.values()] for member in members]
+    used = [i for i in range(len(columns)) if any(row[i] for row in rows)]
+    heads = [head.format(**{"roofline": "mul_", **first}) for head in columns]
+    return heading + "\n\n" + table([heads[i] for i in used], [[row[i] for i in used] for row in rows])
 
 
 def _ms(member: Benchmark) -> str:
     return f"{member['stats']['median'] * 1e3:.3g}"
 
 
-def _ratio(ratio: dict[str, float] | None) -> str:
-    return f"{ratio['median']:.3g} ({ratio['least']:.3g}-{ratio['most']:.3g})" if ratio else ""
+def _host_ms(member: Benchmark) -> str:
+    seconds = member["extra_info"].get("host_seconds")
+    return f"{seconds * 1e3:.2g}" if seconds else ""
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
+def _times_faster(name: str) -> Cell:
+    def cell(member: Benchmark) -> str:
+        ratio = member["extra_info"].get(name)
+        return f"{ratio['median']:.3g} ({ratio['least']:.3g}-{ratio['most']:.3g})" if ratio else ""
+
+    return cell
+
+
+def _share(member: Benchmark) -> str:
+    share = member["extra_info"].get("share_of_roofline")
+    return f"{share['median']:.0%}" if share else ""
+
+
+def _bandwidth(member: Benchmark) -> str:
+    return f"{member['extra_info']['gb_per_s']:.1f}" if "gb_per_s" in member["extra_info"] else ""
+
+
+def _bytes_a_logit(member: Benchmark) -> str:
+    info = member["extra_info"]
+    return f"{info['bytes_counted'] / (info['rows'] * info['vocab']):.3g}" if info.get("bytes_counted") else ""
+
+
+def _extra(unit: float, digits: str) -> Cell:
+    return lambda member: f"{member['extra_info']['extra_bytes'] / unit:{digits}}" if "extra_bytes" in member["extra_info"] else ""
+
+
+def _of_its_time(member: Benchmark) -> str:
+    ratio = member["extra_info"]["faster_than_baseline"]
+    return f"{1 / ratio['median']:.2f}" if ratio else ""
+
+
+Cell = Callable[[Benchmark], str]
+# Columns that are empty for everybody are left out.
+NAME: dict[str, Cell] = {"": lambda member: member["extra_info"]["contestant"]}
+AGAINST_NAIVE: dict[str, Cell] = {
+    **NAME,
+    "ms": _ms,
+    "times faster than naive": _times_faster("faster_than_baseline"),
+    "than best torch.compile": _times_faster("faster_than_best_compile"),
+    "than liger": _times_faster("faster_than_liger"),
+    "GB/s": _bandwidth,
+    "share of {roofline}": _share,
+    "bytes a logit": _bytes_a_logit,
+    "extra MB": _extra(1e6, ".3g"),
+    "host ms": _host_ms,
+}
+AGAINST_ITSELF: dict[str, Cell] = {
+    **NAME,
+    "ms": _ms,
+    "beside": lambda member: member["extra_info"]["baseline"],
+    "times faster": _times_faster("faster_than_baseline"),
+    "share of its time": _of_its_time,
+    "than liger": _times_faster("faster_than_liger"),
+}
+MEMORY: dict[str, Cell] = {
+    **NAME,
+    "extra MB at the peak": _extra(1e6, ".3g"),
+    "of the logits": lambda member: f"{member['extra_info']['of_logits']:.2f}",
+    "bytes a row": lambda member: f"{member['extra_info']['extra_bytes'] / member['extra_info']['rows']:.0f}",
+}
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(head, *rows)]
 
     def line(cells: Sequence[str]) -> str:
