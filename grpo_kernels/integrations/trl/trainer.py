@@ -1,0 +1,172 @@
+"""TRL's GRPOTrainer with its loss and its log-probs from our kernels: two of its methods overridden, everything else as it is."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import grpo_loss
+from grpo_kernels.integrations.trl.config import accumulation, left_to_trl, options_of, semantics
+from grpo_kernels.integrations.trl.entropy import log_entropy_bonus
+from grpo_kernels.integrations.trl.forward import Logits, Scored, score_in_forward
+from grpo_kernels.integrations.trl.metrics import log_step
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer as Trainer
+else:  # a mixin, and nothing of TRL before it is used
+    Trainer = object
+
+__all__ = ["FusedGRPOMixin"]
+
+SOURCES = ("hidden_states", "logits")
+
+
+class FusedGRPOMixin(Trainer):
+    """In front of GRPOTrainer, or of a subclass that leaves `_compute_loss` and `_get_per_token_logps_and_entropies` alone:
+
+        class MyFusedTrainer(FusedGRPOMixin, MyTrainer): ...
+
+    Takes the trainer's arguments, and
+        loss_from: "hidden_states": logits are never made; "logits": the model makes them, and their gradient takes their place in memory.
+
+    What these kernels do not serve is left to TRL's own code, with one warning that names the options.
+
+    Raises:
+        RuntimeError: a version of TRL that is not supported.
+        ValueError: an unknown loss_from.
+    """
+
+    def __init__(self, *args: Any, loss_from: str = "hidden_states", **kwargs: Any) -> None:
+        import trl
+
+        self._semantics = semantics(trl.__version__)
+        if loss_from not in SOURCES:
+            raise ValueError(f"loss_from: expected one of {', '.join(SOURCES)}, got {loss_from!r}")
+        self._left_to_trl = False
+        super().__init__(*args, **kwargs)
+        reasons = left_to_trl(self, self._semantics)
+        if reasons:
+            self._leave_to_trl("; ".join(reasons))
+            return
+        for model in (self.model, self.ref_model):
+            if model is not None:
+                score_in_forward(self._plain(model))
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        if self._left_to_trl or self._has_images(inputs):
+            return super()._compute_loss(model, inputs)
+        ids, mask = inputs["completion_ids"], inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        options: dict[str, Any] = {
+            **options_of(self, self._semantics, inputs),
+            "completion_mask": mask,
+            "old_logps": inputs.get("old_per_token_logps"),
+            "ref_logps": inputs["ref_per_token_logps"] if self.beta != 0 else None,
+        }
+        if self.use_vllm and self.vllm_importance_sampling_correction:
+            options["importance_weights"] = inputs["importance_sampling_ratio"]
+        input_ids = torch.cat([inputs["prompt_ids"], ids], dim=1)
+        attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        router_loss = getattr(self, "aux_loss_enabled", False)
+        forward = functools.partial(self._scored, model, input_ids, attention_mask, ids.shape[1], router_loss)
+
+        coefficient, bonus_mask = options["entropy_coef"], mask
+        if self.top_entropy_quantile < 1 or self.off_policy_mask_threshold is not None or self.args.fp16:
+            # Masks are made of this forward's own scores; and a GradScaler's factor has to reach the gradient before it is rounded.
+            (logps, entropy), aux_loss = forward(lambda made: made.logprobs(ids, mask, self.temperature))
+            options["policy_weights"], bonus_mask = self._policy_masks(logps.detach(), entropy.detach(), mask, inputs)
+            options["entropy_coef"] = 0.0
+            output = grpo_loss(logps, inputs["advantages"], entropy=entropy, **options)
+            loss = output.loss - coefficient * self._mean_entropy(entropy, bonus_mask)
+        else:
+            output, aux_loss = forward(lambda made: made.loss(ids, inputs["advantages"], self.temperature, **options))
+            loss = output.loss
+
+        if getattr(self, "_entropy_bonus_enabled", False):
+            policy_loss = loss.detach() + coefficient * self._mean_entropy(output.entropy, bonus_mask)
+            if "num_items_in_batch" not in options:
+                policy_loss = policy_loss * accumulation(self)  # TRL logs these before it divides
+            log_entropy_bonus(self, policy_loss, output.entropy, bonus_mask)
+        if aux_loss is not None:
+            loss = loss + self.router_aux_loss_coef * aux_loss / accumulation(self)
+            self._metrics[self._mode]["aux_loss"].append(self.accelerator.gather_for_metrics(aux_loss.detach()).mean().item())
+        log_step(self, self._semantics, inputs, mask, output)
+        return loss
+
+    def _get_per_token_logps_and_entropies(  # as TRL 1.16 calls it; 1.0 has no router loss
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, batch_size: int | None = None,
+        compute_entropy: bool = False, compute_aux_loss: bool = False, **images: Any,
+    ) -> Any:  # fmt: skip
+        if self._left_to_trl or self._has_images(images):
+            if compute_aux_loss:
+                images["compute_aux_loss"] = True
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **images
+            )
+        found = []
+        for ids, attention in zip(*(x.split(batch_size or len(x)) for x in (input_ids, attention_mask))):
+            completion = ids[:, -logits_to_keep:], attention[:, -logits_to_keep:]
+            score = functools.partial(Logits.logprobs, token_ids=completion[0], mask=completion[1], temperature=self.temperature)
+            found.append(self._scored(model, ids, attention, logits_to_keep, compute_aux_loss, score))
+        logps, entropy = (torch.cat(x) for x in zip(*(scored.result for scored in found)))
+        scores = logps, entropy if compute_entropy else None
+        if not self._semantics.router_loss:
+            return scores
+        aux_losses = [scored.aux_loss for scored in found if scored.aux_loss is not None]
+        return *scores, torch.stack(aux_losses).mean() if aux_losses else None
+
+    def _scored(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, tokens: int, router_loss: bool, score: Callable[[Logits], Any]
+    ) -> Scored:
+        """score(what the log-probs of the last `tokens` are made of), inside the forward of the wrapped model."""
+        inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+        if router_loss:
+            inputs["output_router_logits"] = True
+        with self.accelerator.autocast():
+            return model(**inputs, grpo_tokens=tokens, grpo_score=score)
+
+    def _policy_masks(self, logps: Tensor, entropy: Tensor, mask: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """The factor of the policy term, by the trainer's own methods, and the tokens that the entropy bonus runs over."""
+        factor, bonus_mask = torch.ones_like(logps), mask
+        if self.top_entropy_quantile < 1:
+            top = self.get_high_entropy_mask(entropy, mask, 1 - self.top_entropy_quantile)
+            factor, bonus_mask = factor * top, mask * top
+        if self.off_policy_mask_threshold is not None:
+            advantages, old = inputs["advantages"], inputs.get("old_per_token_logps")
+            factor = factor * self.get_off_policy_mask(
+                advantages=advantages if advantages.dim() == 2 else advantages[:, None],
+                per_token_logps=logps,
+                sampling_per_token_logps=inputs.get("sampling_per_token_logps", logps if old is None else old),
+                mask=mask,
+                off_policy_threshold=self.off_policy_mask_threshold,
+            )
+        return factor, bonus_mask
+
+    def _mean_entropy(self, entropy: Tensor, mask: Tensor) -> Tensor:
+        return (entropy * mask).sum() / mask.sum().clamp(min=1) / accumulation(self)
+
+    @property
+    def _mode(self) -> str:
+        model: Any = self.model
+        return "train" if model.training else "eval"
+
+    def _plain(self, model: Any) -> Any:
+        """The causal language model itself, without accelerate's autocast and float32 outputs around its forward: `_scored` has the
+        one, and half precision has to reach the kernels as it is."""
+        model = self.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+    def _has_images(self, inputs: dict[str, Any]) -> bool:
+        if inputs.get("pixel_values") is None:
+            return False
+        self._leave_to_trl("images: the inputs of vision-language models")
+        return True
+
+    def _leave_to_trl(self, reasons: str) -> None:
+        if not self._left_to_trl:
+            warnings.warn(f"{type(self).__name__} leaves the loss to TRL's own code: {reasons}", stacklevel=2)
+        self._left_to_trl = True
