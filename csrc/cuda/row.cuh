@@ -176,7 +176,7 @@ __device__ inline Softmax merged_over_warp(Softmax softmax, const Exponential<fl
 }
 
 // A block's dynamic shared memory: the statistics of every warp of the row, what the first thread makes of them, and the part of the row.
-constexpr int kMaxWarps = 16, kMaxBlocks = 8;
+constexpr int kMaxWarps = 12, kMaxBlocks = 8;
 
 struct Coefficients;
 

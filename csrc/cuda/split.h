@@ -6,7 +6,7 @@
 
 namespace grpo::cuda {
 
-constexpr int kMaxThreads = 512;
+constexpr int kMaxThreads = 384;
 
 struct Split {
     int blocks;   // 1: the portable design, which reads a row twice; 2, 4, 8: a cluster, which holds it in its shared memory
