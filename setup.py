@@ -26,6 +26,10 @@ from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
 
+CXX_VARIABLES = ("CXX", "CXXFLAGS", "LDFLAGS")
+# what cmake/*.cmake and CMake read
+CUDA_VARIABLES = ("GRPO_KERNELS_CUDA", "CUDACXX", "CUDA_HOME", "CUDA_PATH", "CUDAFLAGS", "CUDAHOSTCXX", "CUDAARCHS", "TORCH_CUDA_ARCH_LIST")
+
 
 class BuildInTemporaryFolder(build):
     def initialize_options(self) -> None:
@@ -92,8 +96,8 @@ def _identity(configure: list[str]) -> str:
         version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
     except OSError:
         version = ""
-    flags = [f"{name}={os.environ.get(name, '')}" for name in ("CXX", "CXXFLAGS", "LDFLAGS")]
-    return "\n".join([sys.version, version, *flags, *configure])
+    flags = [f"{name}={os.environ.get(name, '')}" for name in (*CXX_VARIABLES, *CUDA_VARIABLES)]
+    return "\n".join([sys.version, version, *flags, str(shutil.which("nvcc")), *configure])
 
 
 def _run(command: list[str]) -> None:

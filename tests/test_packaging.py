@@ -1,7 +1,7 @@
 """The promises about building and installing: what a wheel and an sdist hold, what a failed build says, what a broken install says.
 
 The sources are packed once into an sdist, unpacked elsewhere, littered with what other builds might have left there, and built once
-into a wheel; most tests look at that wheel. It is compiled without optimisation, to be quick: what it computes is tested elsewhere.
+into a wheel; most tests look at that wheel. It is compiled without optimisation and CUDA, to be quick: what it computes is tested elsewhere.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MODULE = f"grpo_kernels/_C{sysconfig.get_config_var('EXT_SUFFIX')}"
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "grpo_kernels/__init__.py").read_text(), flags=re.MULTILINE)[1]
-UNOPTIMISED = "-DCMAKE_CXX_FLAGS_RELEASE=-O0"
+UNOPTIMISED = "-DCMAKE_CXX_FLAGS_RELEASE=-O0 -DGRPO_KERNELS_CUDA=OFF"
 
 # One process runs this file (pytest -n --dist loadfile), so that what is built is built once.
 

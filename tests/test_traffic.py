@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import grpo_kernels as gk
 import oracle
 from cases import DTYPES, MODES, batch, run, same_bits
+from grpo_kernels import backends
 from grpo_kernels.backends import Backend, get
 from grpo_kernels.options import ObjectiveParams
 
@@ -178,10 +179,11 @@ def counted_cpu(counting: CountingBuild, monkeypatch: pytest.MonkeyPatch) -> Ite
     """Backend `cpu`, from here to the end of the test over the counting module, and on one thread."""
     from grpo_kernels.backends import native
 
-    monkeypatch.setattr(native, "_C", counting.module)
+    cpu = native.over_cpu(counting.module)
+    monkeypatch.setattr(backends, "_load", {"cpu": cpu}.get)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield get("cpu", torch.device("cpu"), torch.float32)
+    yield cpu
     torch.set_num_threads(threads)
 
 

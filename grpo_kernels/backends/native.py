@@ -1,19 +1,30 @@
-"""Backend `cpu`: the compiled kernels of csrc/. Tensors become addresses and strides here, and nowhere else in the package.
+"""Backends `cpu`, `cuda` and `cuda_on_host`: the compiled kernels of csrc/. Tensors become addresses and strides here, and nowhere else
+in the package.
 
 The module `_C` knows no torch: it gets integers. Whatever is a fact at the waist (shapes, dtypes, contiguous per-token tensors) is not
-checked again. The number of threads is torch's at the time of the call; no result depends on it.
+checked again. On the CPU the number of threads is torch's at the time of the call; no result depends on it. CUDA kernels are queued on
+torch's current stream of the tensors' device. `cuda_on_host` is for tests: the CUDA kernels compiled for the CPU, in a module of their own
+that `make cuda-on-host` builds and GRPO_KERNELS_CUDA_ON_HOST names.
 """
 
 from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 import grpo_kernels._C as _C
 
-__all__ = ["CpuBackend", "load"]
+__all__ = ["NativeBackend", "load"]
 
-_INTERFACE = 1  # of csrc/bindings.cpp
+_INTERFACE = 2  # of csrc/bindings.cpp
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # DType of csrc/kernels.h
 _SCALES = {"group": 0, "batch": 1, "none": 2}  # AdvantageScale
@@ -36,10 +47,13 @@ def _rows(logits: Tensor) -> tuple[int, int, int]:
     return (logits.data_ptr(), logits.stride(0), logits.stride(1))
 
 
-class CpuBackend:
-    """`Backend` over `_C`'s CPU kernels."""
+class NativeBackend:
+    """`Backend` over a face of the native kernels. `where(tensor)` says where a call runs: `Kernels` in _C.pyi."""
 
-    device = "cpu"
+    def __init__(self, kernels: _C.Kernels, device: str, where: Callable[[Tensor], object]) -> None:
+        self.device: str | None = device
+        self._kernels = kernels
+        self._where = where
 
     def logprobs_forward(
         self,
@@ -53,7 +67,7 @@ class CpuBackend:
         entropy: Tensor,
     ) -> None:
         targets, outputs = _addresses(token_ids, active, temperature), _addresses(logps, row_max, log_sum, entropy)
-        _C.logprobs_forward(_shape(logits), _rows(logits), targets, outputs, torch.get_num_threads())
+        self._kernels.logprobs_forward(_shape(logits), _rows(logits), targets, outputs, self._where(logits))
 
     def objective(
         self,
@@ -75,8 +89,8 @@ class CpuBackend:
     ) -> None:
         inputs = _addresses(advantages, old_logps, ref_logps, policy_weights, weights, entropy_weights)
         outputs = _addresses(loss, policy_loss, dlogps, kl, clipped)
-        threads = torch.get_num_threads()
-        _C.objective(logps.numel(), _address(logps), _address(entropy), inputs, _address(active), params, outputs, threads)
+        where = self._where(logps)
+        self._kernels.objective(logps.numel(), _address(logps), _address(entropy), inputs, _address(active), params, outputs, where)
 
     def logprobs_backward(
         self,
@@ -92,8 +106,8 @@ class CpuBackend:
         dlogits: Tensor,
     ) -> None:
         targets, saved = _addresses(token_ids, active, temperature), _addresses(row_max, log_sum, entropy)
-        upstream, threads = (_address(dlogps), _address(dentropy)), torch.get_num_threads()
-        _C.logprobs_backward(_shape(logits), _rows(logits), targets, saved, *upstream, _rows(dlogits), threads)
+        upstream = (_address(dlogps), _address(dentropy))
+        self._kernels.logprobs_backward(_shape(logits), _rows(logits), targets, saved, *upstream, _rows(dlogits), self._where(logits))
 
     def loss_and_grad(
         self,
@@ -120,11 +134,11 @@ class CpuBackend:
         inputs = _addresses(advantages, old_logps, ref_logps, policy_weights, weights, entropy_weights)
         row_outputs = _addresses(logps, None, None, entropy)  # nothing is saved: there is no backward
         token_outputs = _addresses(loss, policy_loss, None, kl, clipped)
-        threads = torch.get_num_threads()
-        _C.loss_and_grad(_shape(logits), _rows(logits), targets, inputs, params, row_outputs, token_outputs, _rows(dlogits), threads)
+        outputs, where = (row_outputs, token_outputs, _rows(dlogits)), self._where(logits)
+        self._kernels.loss_and_grad(_shape(logits), _rows(logits), targets, inputs, params, *outputs, where)
 
     def scale(self, dlogits: Tensor, factor: Tensor) -> None:
-        _C.scale(_shape(dlogits), _rows(dlogits), _address(factor), torch.get_num_threads())
+        self._kernels.scale(_shape(dlogits), _rows(dlogits), _address(factor), self._where(dlogits))
 
     def group_advantages(
         self,
@@ -140,18 +154,82 @@ class CpuBackend:
     ) -> None:
         groups = (_address(values), _address(order), _address(offsets), values.numel(), offsets.numel() - 1)
         options = (_SCALES[scale], _BASELINES[baseline], ddof, eps)
+        where = self._where(values)
         if step_ends is None:
-            _C.group_advantages(*groups, *options, _address(out))
+            self._kernels.group_advantages(*groups, *options, _address(out), where)
         else:
+            normalised = torch.empty_like(values)  # scratch of the CUDA kernels
             batch, steps = step_ends.shape
-            _C.process_advantages(*groups, *options, _address(step_ends), batch, steps, out.shape[1], _address(out))
+            ends = (_address(step_ends), batch, steps, out.shape[1])
+            self._kernels.process_advantages(*groups, *options, *ends, _address(normalised), _address(out), where)
 
 
-def load(name: str) -> CpuBackend:
+def load(name: str) -> NativeBackend:
     """The backend of that name; raises ImportError or RuntimeError with the reason where it cannot run."""
-    if name != "cpu":
-        raise RuntimeError("this build has no CUDA kernels")
-    if getattr(_C, "interface", None) != _INTERFACE:
-        raise ImportError(f"{_C.__file__} was compiled from another version of the package and would compute wrong numbers; build it again")
-    _C.isa()  # an unusable GRPO_KERNELS_ISA is reported now, not in the middle of a forward
-    return CpuBackend()
+    if name == "cuda_on_host":
+        return over_cuda_on_host(_import_from(Path(os.environ["GRPO_KERNELS_CUDA_ON_HOST"])))
+    return over_cuda(_C) if name == "cuda" else over_cpu(_C)
+
+
+def over_cpu(module: ModuleType) -> NativeBackend:
+    _refuse_another_version(module)
+    module.isa()  # an unusable GRPO_KERNELS_ISA is reported now, not in the middle of a forward
+    return NativeBackend(module.cpu, "cpu", lambda _: torch.get_num_threads())
+
+
+def over_cuda(module: ModuleType) -> NativeBackend:
+    _refuse_another_version(module)
+    if not module.cuda_archs():
+        raise RuntimeError("this build has no CUDA kernels: nvcc was missing when it was made, or unwanted (README.md, Install)")
+    if torch.version.cuda is None:
+        raise RuntimeError(f"torch {torch.__version__} was built without CUDA")
+    if not torch.cuda.is_available():
+        raise RuntimeError("torch finds no CUDA device that it can use")
+    capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+    reason = _too_old(module.cuda_archs(), capabilities, module.cuda.toolkit, _cuda_of_driver())
+    if reason:
+        raise RuntimeError(reason)
+    return NativeBackend(module.cuda, "cuda", lambda x: (x.device.index, torch.cuda.current_stream(x.device).cuda_stream))
+
+
+def over_cuda_on_host(module: ModuleType) -> NativeBackend:
+    _refuse_another_version(module)
+    return NativeBackend(module.cuda, "cpu", lambda _: (0, 0))
+
+
+def _refuse_another_version(module: ModuleType) -> None:
+    if getattr(module, "interface", None) != _INTERFACE:
+        raise ImportError(
+            f"{module.__file__} was compiled from another version of the package and would compute wrong numbers; build it again"
+        )
+
+
+def _import_from(path: Path) -> ModuleType:
+    """The extension module at that path, whose name is that of the file up to the first dot."""
+    name = path.name.partition(".")[0]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no extension module of this Python")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _cuda_of_driver() -> int:
+    """The newest CUDA that the driver serves, as 1000 major + 10 minor."""
+    version = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value
+
+
+def _too_old(archs: tuple[int, ...], capabilities: list[tuple[int, int]], toolkit: str, driver: int) -> str | None:
+    """Why no device can run what is inside. A driver serves kernels of its own major version of CUDA and of older ones."""
+    newest = max(10 * major + minor for major, minor in capabilities)
+    if newest < min(archs):
+        return f"the newest device is sm_{newest}; the CUDA kernels of this build need sm_{min(archs)} or newer"
+    if driver // 1000 < int(toolkit.partition(".")[0]):
+        return (
+            f"the driver serves CUDA {driver // 1000}.{driver % 1000 // 10} and this build was made by nvcc {toolkit}: update the driver, "
+            f"or build with an nvcc {driver // 1000}.x"
+        )
+    return None
