@@ -113,10 +113,14 @@ __device__ inline void block_barrier(Barrier barrier) {
     if (!is_dropped(barrier)) __syncthreads();
 }
 
-// The two halves of a barrier of all blocks of a cluster (sm_90 on): what was written before arriving is seen after waiting.
-__device__ inline void cluster_arrive([[maybe_unused]] Barrier barrier) {
+// The two halves of a barrier of all blocks of a cluster (sm_90 on): what was written before arriving is seen after waiting. A relaxed one
+// only says that this thread has come so far; it waits for no memory.
+enum class Order { release, relaxed };
+
+template <Order order = Order::release>
+__device__ void cluster_arrive([[maybe_unused]] Barrier barrier) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    if (!is_dropped(barrier)) __cluster_barrier_arrive();
+    if (!is_dropped(barrier)) order == Order::relaxed ? __cluster_barrier_arrive_relaxed() : __cluster_barrier_arrive();
 #endif
 }
 

@@ -26,9 +26,10 @@ struct Part {
         uint4 vectors[kVectors];
     };
 
-    int first;    // column
-    int vectors;  // the last one may be partial
+    int first;        // column
+    int vectors;      // the last one may be partial
     int columns;
+    int whole_steps;  // in which every thread has whole vectors
 
     __device__ Part(int64_t vocab, int blocks, int rank) {
         const int total = int((vocab + kColumns - 1) / kColumns), at_most = (total + blocks - 1) / blocks;
@@ -36,11 +37,11 @@ struct Part {
         first = begin * kColumns;
         vectors = min(at_most, total - begin);
         columns = min(vectors * kColumns, int(vocab) - first);
+        whole_steps = columns / (kPack * int(blockDim.x));
     }
 
     __device__ int steps() const { return (vectors + kVectors * int(blockDim.x) - 1) / (kVectors * int(blockDim.x)); }
     __device__ int vector(int step, int k) const { return (step * kVectors + k) * int(blockDim.x) + int(threadIdx.x); }
-    __device__ bool is_whole(int step) const { return (step + 1) * kVectors * kColumns * int(blockDim.x) <= columns; }
 
     // Whether this thread is the one that sees the column.
     __device__ bool has(int64_t column) const {
@@ -55,7 +56,7 @@ struct Part {
         const Element* part = row + first;
         const bool is_aligned = reinterpret_cast<uintptr_t>(part) % sizeof(uint4) == 0;
         Pack pack;
-        if (is_aligned && is_whole(step)) {
+        if (is_aligned && step < whole_steps) {
 GRPO_UNROLL
             for (int k = 0; k < kVectors; k++) pack.vectors[k] = read(reinterpret_cast<const uint4*>(part) + vector(step, k));
             return pack;
@@ -79,7 +80,7 @@ GRPO_UNROLL
     __device__ void store(Element* row, int step, const Pack& pack) const {
         Element* part = row + first;
         const bool is_aligned = reinterpret_cast<uintptr_t>(part) % sizeof(uint4) == 0;
-        if (is_aligned && is_whole(step)) {
+        if (is_aligned && step < whole_steps) {
 GRPO_UNROLL
             for (int k = 0; k < kVectors; k++) __stcs(reinterpret_cast<uint4*>(part) + vector(step, k), pack.vectors[k]);
             return;

@@ -76,7 +76,7 @@ __global__ void GRPO_ONE_SWEEP
         if (stores) store_stats(out, row, RowStats{});
         return;
     }
-    if (blocks > 1) cluster_arrive(Barrier::row_begun);
+    if (blocks > 1) cluster_arrive<Order::relaxed>(Barrier::row_begun);
     const auto* z = row_at<Storage>(shape, logits, row);
     const float temperature = targets.temperature[row];
     const Exponential<float> exp(temperature);
@@ -121,7 +121,7 @@ __global__ void GRPO_TWO_SWEEPS
         }
         return part.fill(dz, 0);
     }
-    if (holds && blocks > 1) cluster_arrive(Barrier::row_begun);
+    if (holds && blocks > 1) cluster_arrive<Order::relaxed>(Barrier::row_begun);
     const auto* z = row_at<Storage>(shape, logits, row);
     const int64_t token_id = targets.token_ids[row];
     const float temperature = targets.temperature[row];

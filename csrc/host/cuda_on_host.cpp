@@ -59,6 +59,8 @@ struct Thread {
     int64_t block_barriers = 0, cluster_barriers = 0, shuffles = 0;  // reached
     const int64_t* waits_for = nullptr;                              // goes on once this counter has come to `until`
     int64_t until = 0;
+    bool is_relaxed = false;         // the barrier of the cluster that it last arrived at
+    bool knows_others = false;       // to have begun: it passed some barrier of the cluster
     bool done = true;
 };
 
@@ -205,7 +207,7 @@ void shared_access(const void* address, size_t bytes, bool write) {
         if (offset > block.shared_bytes || offset + bytes > block.shared_bytes) continue;
         const Clock& now = machine.thread().clock;
         if (int(rank) != machine.block_rank()) {
-            if (now.cluster_waits == 0) machine.fail("an access to shared memory of a block that need not have begun");
+            if (!machine.thread().knows_others) machine.fail("an access to shared memory of a block that need not have begun");
             block.last_touched = std::max(block.last_touched, int(now.cluster_arrivals));
         }
         if (!block.log.access(offset, bytes, write, now, machine.fault)) machine.give_up();
@@ -312,20 +314,27 @@ void __syncthreads() {
     thread.clock.block_barriers++;
 }
 
-void __cluster_barrier_arrive() {
+void __cluster_barrier_arrive_relaxed() {
     auto& thread = machine.thread();
     if (++machine.arrived == int(machine.blocks.size()) * machine.threads_per_block) {
         machine.arrived = 0;
         machine.barriers++;
     }
     thread.cluster_barriers++;
-    thread.clock.cluster_arrivals++;
+    thread.is_relaxed = true;
+}
+
+void __cluster_barrier_arrive() {
+    __cluster_barrier_arrive_relaxed();
+    machine.thread().is_relaxed = false;
+    machine.thread().clock.cluster_arrivals++;
 }
 
 void __cluster_barrier_wait() {
     auto& thread = machine.thread();
     machine.wait_for(&machine.barriers, thread.cluster_barriers);
-    thread.clock.cluster_waits++;
+    thread.knows_others = true;
+    if (!thread.is_relaxed) thread.clock.cluster_waits++;
 }
 
 unsigned __clusterRelativeBlockRank() { return unsigned(machine.block_rank()); }

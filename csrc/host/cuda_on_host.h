@@ -43,6 +43,7 @@ extern dim3 blockDim, gridDim;
 
 void __syncthreads();
 void __cluster_barrier_arrive();
+void __cluster_barrier_arrive_relaxed();
 void __cluster_barrier_wait();
 unsigned __clusterRelativeBlockRank();
 unsigned __clusterSizeInBlocks();
