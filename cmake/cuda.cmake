@@ -9,7 +9,7 @@ set(oldest_nvcc 12.4)  # that was ever tried
 set(oldest_arch 80)    # bfloat16 arithmetic, and as far back as the kernels were compiled
 
 set(wanted "$ENV{GRPO_KERNELS_CUDA}")
-if(NOT wanted)
+if(wanted STREQUAL "")
   set(wanted AUTO)
 endif()
 set(GRPO_KERNELS_CUDA "${wanted}" CACHE STRING "CUDA kernels in the wheel: AUTO (where there is an nvcc), ON or OFF")

@@ -1,7 +1,8 @@
 """The promises about building and installing: what a wheel and an sdist hold, what a failed build says, what a broken install says.
 
 The sources are packed once into an sdist, unpacked elsewhere, littered with what other builds might have left there, and built once
-into a wheel; most tests look at that wheel. It is compiled without optimisation and CUDA, to be quick: what it computes is tested elsewhere.
+into a wheel; most tests look at that wheel. It is compiled without optimisation and CUDA, to be quick: what it computes is tested
+elsewhere.
 """
 
 from __future__ import annotations
