@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from grpo_kernels import grpo_loss
+from grpo_kernels import GRPOLossOutput, fuse_lm_head, grpo_loss
 from grpo_kernels.integrations.trl.config import accumulation, left_to_trl, options_of, semantics
 from grpo_kernels.integrations.trl.entropy import log_entropy_bonus
-from grpo_kernels.integrations.trl.forward import Logits, Scored, score_in_forward
+from grpo_kernels.integrations.trl.heads import SOURCES, Float32Head
 from grpo_kernels.integrations.trl.metrics import log_step
 
 if TYPE_CHECKING:
@@ -22,8 +21,6 @@ else:  # a mixin, and nothing of TRL before it is used
     Trainer = object
 
 __all__ = ["FusedGRPOMixin"]
-
-SOURCES = ("hidden_states", "logits")
 
 
 class FusedGRPOMixin(Trainer):
@@ -47,15 +44,18 @@ class FusedGRPOMixin(Trainer):
         self._semantics = semantics(trl.__version__)
         if loss_from not in SOURCES:
             raise ValueError(f"loss_from: expected one of {', '.join(SOURCES)}, got {loss_from!r}")
+        self._head = SOURCES[loss_from]
         self._left_to_trl = False
         super().__init__(*args, **kwargs)
         reasons = left_to_trl(self, self._semantics)
+        if not reasons:
+            try:
+                for model in (self.model, self.ref_model):
+                    self._fuse(model)
+            except TypeError as error:
+                reasons = [str(error)]
         if reasons:
             self._leave_to_trl("; ".join(reasons))
-            return
-        for model in (self.model, self.ref_model):
-            if model is not None:
-                score_in_forward(self._plain(model))
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         if self._left_to_trl or self._has_images(inputs):
@@ -71,19 +71,19 @@ class FusedGRPOMixin(Trainer):
             options["importance_weights"] = inputs["importance_sampling_ratio"]
         input_ids = torch.cat([inputs["prompt_ids"], ids], dim=1)
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        router_loss = getattr(self, "aux_loss_enabled", False)
-        forward = functools.partial(self._scored, model, input_ids, attention_mask, ids.shape[1], router_loss)
+        forward = functools.partial(self._forward, model, input_ids, attention_mask, getattr(self, "aux_loss_enabled", False))
 
         coefficient, bonus_mask = options["entropy_coef"], mask
         if self.top_entropy_quantile < 1 or self.off_policy_mask_threshold is not None or self.args.fp16:
             # Masks are made of this forward's own scores; and a GradScaler's factor has to reach the gradient before it is rounded.
-            (logps, entropy), aux_loss = forward(lambda made: made.logprobs(ids, mask, self.temperature))
-            options["policy_weights"], bonus_mask = self._policy_masks(logps.detach(), entropy.detach(), mask, inputs)
+            scored = forward(self._head.logprobs, token_ids=ids, mask=mask)
+            options["policy_weights"], bonus_mask = self._policy_masks(scored.logps.detach(), scored.entropy.detach(), mask, inputs)
             options["entropy_coef"] = 0.0
-            output = grpo_loss(logps, inputs["advantages"], entropy=entropy, **options)
-            loss = output.loss - coefficient * self._mean_entropy(entropy, bonus_mask)
+            output = grpo_loss(scored.logps, inputs["advantages"], entropy=scored.entropy, **options)
+            loss = output.loss - coefficient * self._mean_entropy(scored.entropy, bonus_mask)
         else:
-            output, aux_loss = forward(lambda made: made.loss(ids, inputs["advantages"], self.temperature, **options))
+            scored = forward(self._head.loss, completion_ids=ids, advantages=inputs["advantages"], **options)
+            output = GRPOLossOutput(*(scored[name] for name in GRPOLossOutput._fields))
             loss = output.loss
 
         if getattr(self, "_entropy_bonus_enabled", False):
@@ -91,7 +91,8 @@ class FusedGRPOMixin(Trainer):
             if "num_items_in_batch" not in options:
                 policy_loss = policy_loss * accumulation(self)  # TRL logs these before it divides
             log_entropy_bonus(self, policy_loss, output.entropy, bonus_mask)
-        if aux_loss is not None:
+        if getattr(self, "aux_loss_enabled", False):
+            aux_loss = scored.aux_loss
             loss = loss + self.router_aux_loss_coef * aux_loss / accumulation(self)
             self._metrics[self._mode]["aux_loss"].append(self.accelerator.gather_for_metrics(aux_loss.detach()).mean().item())
         log_step(self, self._semantics, inputs, mask, output)
@@ -109,25 +110,21 @@ class FusedGRPOMixin(Trainer):
             )
         found = []
         for ids, attention in zip(*(x.split(batch_size or len(x)) for x in (input_ids, attention_mask))):
-            completion = ids[:, -logits_to_keep:], attention[:, -logits_to_keep:]
-            score = functools.partial(Logits.logprobs, token_ids=completion[0], mask=completion[1], temperature=self.temperature)
-            found.append(self._scored(model, ids, attention, logits_to_keep, compute_aux_loss, score))
-        logps, entropy = (torch.cat(x) for x in zip(*(scored.result for scored in found)))
-        scores = logps, entropy if compute_entropy else None
+            completion = {"token_ids": ids[:, -logits_to_keep:], "mask": attention[:, -logits_to_keep:]}
+            found.append(self._forward(model, ids, attention, compute_aux_loss, self._head.logprobs, **completion))
+        logps = torch.cat([scored.logps for scored in found])
+        entropy = torch.cat([scored.entropy for scored in found]) if compute_entropy else None
         if not self._semantics.router_loss:
-            return scores
-        aux_losses = [scored.aux_loss for scored in found if scored.aux_loss is not None]
-        return *scores, torch.stack(aux_losses).mean() if aux_losses else None
+            return logps, entropy
+        return logps, entropy, torch.stack([scored.aux_loss for scored in found]).mean() if compute_aux_loss else None
 
-    def _scored(
-        self, model: Any, input_ids: Tensor, attention_mask: Tensor, tokens: int, router_loss: bool, score: Callable[[Logits], Any]
-    ) -> Scored:
-        """score(what the log-probs of the last `tokens` are made of), inside the forward of the wrapped model."""
+    def _forward(self, model: Any, input_ids: Tensor, attention_mask: Tensor, router_loss: bool, function: Any, **arguments: Any) -> Any:
+        """The output of the wrapped model, whose head has computed the function of the last tokens instead of logits."""
         inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
         if router_loss:
             inputs["output_router_logits"] = True
         with self.accelerator.autocast():
-            return model(**inputs, grpo_tokens=tokens, grpo_score=score)
+            return model(**inputs, lm_head_fn=functools.partial(function, temperature=self.temperature, **arguments))
 
     def _policy_masks(self, logps: Tensor, entropy: Tensor, mask: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The factor of the policy term, by the trainer's own methods, and the tokens that the entropy bonus runs over."""
@@ -154,11 +151,17 @@ class FusedGRPOMixin(Trainer):
         model: Any = self.model
         return "train" if model.training else "eval"
 
-    def _plain(self, model: Any) -> Any:
-        """The causal language model itself, without accelerate's autocast and float32 outputs around its forward: `_scored` has the
-        one, and half precision has to reach the kernels as it is."""
+    def _fuse(self, model: Any) -> None:
+        """Gives the model a head that computes what it is told to."""
+        if model is None:
+            return
+        # off comes what accelerate has put around a reference's forward already: autocast, which `_forward` has, and float32 outputs
         model = self.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-        return model.get_base_model() if hasattr(model, "get_base_model") else model
+        head = model.get_output_embeddings()
+        if getattr(self.args, "cast_lm_head_to_fp32", False):
+            vars(head).pop("forward", None)  # TRL's way of casting
+            head.__class__ = Float32Head
+        fuse_lm_head(model)
 
     def _has_images(self, inputs: dict[str, Any]) -> bool:
         if inputs.get("pixel_values") is None:
