@@ -113,11 +113,18 @@ GOALS = [
 ]
 
 
-def reached(benchmarks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def reached(benchmarks: Sequence[dict[str, Any]], mean_something: bool = True) -> list[dict[str, Any]]:
     names = dict.fromkeys(member["group"] for member in benchmarks)
     groups = [Group([member for member in benchmarks if member["group"] == name]) for name in names]
     return [
-        {"goal": g.name, "what": g.what, "reached": value, "must": g.must, "to reach": g.goal, "verdict": g.verdict(value)}
+        {
+            "goal": g.name,
+            "what": g.what,
+            "reached": value,
+            "must": g.must,
+            "to reach": g.goal,
+            "verdict": g.verdict(value) if mean_something else "a dry run",
+        }
         for g in GOALS
         for value in (g.over(groups),)
     ]
