@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -153,3 +154,15 @@ def pairwise(factors: dict[str, tuple], seed: int) -> list[dict[str, Any]]:
         missing -= found
         rows.append({name: factors[name][i] for name, i in row.items()})
     return rows
+
+
+def pairs_of(rows: Sequence[dict[str, Any]]) -> list[int]:
+    """Which of these rows, all over the same factors, it takes for every two values of two factors that meet in one of them."""
+    met = [set(itertools.combinations(sorted(row.items()), 2)) or set(row.items()) for row in rows]
+    missing = set().union(*met)
+    chosen = []
+    while missing:
+        best = max(range(len(rows)), key=lambda i: len(met[i] & missing))
+        missing -= met[best]
+        chosen.append(best)
+    return sorted(chosen)

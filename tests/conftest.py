@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import cases
 import device
 import oracle
 from grpo_kernels import available_backends
@@ -18,8 +19,8 @@ BACKENDS = os.environ.get("GRPO_KERNELS_TEST_BACKENDS", "torch,cpu").split(",")
 DEVICE = device.device_of(BACKENDS)
 if DEVICE != "cpu":
     device.tensors_on(DEVICE).__enter__()
-# GPU kernels in an emulator on a CPU (`make test-emulated`): milliseconds a row. They leave out what is `exhaustive`, and meet the
-# options pairwise instead.
+# GPU kernels in an emulator on a CPU (`make test-emulated`): milliseconds a row. They leave out what is `exhaustive`, and of every test's
+# cross product of parameters they run as much as it takes for any two values to meet.
 EMULATED = {"triton", "cuda_on_host"}
 
 
@@ -41,8 +42,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif backend in EMULATED:
             item.add_marker(pytest.mark.emulated)
         (left if item.get_closest_marker("emulated") and item.get_closest_marker("exhaustive") else kept).append(item)
+    dropped = {id(item) for item in _beyond_pairs([item for item in kept if item.get_closest_marker("emulated")])}
+    left += [item for item in kept if id(item) in dropped]
     config.hook.pytest_deselected(items=left)
-    items[:] = kept
+    items[:] = [item for item in kept if id(item) not in dropped]
+
+
+def _beyond_pairs(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """What each test's cross product of parameters has beyond a pairwise choice."""
+    tests: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        if getattr(item, "callspec", None) is not None:
+            tests.setdefault((item.function, item.callspec.params.get("backend")), []).append(item)  # type: ignore[attr-defined]
+    for same in tests.values():
+        rows = [{name: repr(value) for name, value in item.callspec.params.items()} for item in same]  # type: ignore[attr-defined]
+        chosen = set(cases.pairs_of(rows))
+        yield from (item for i, item in enumerate(same) if i not in chosen)
 
 
 @pytest.fixture(autouse=DEVICE != "cpu")

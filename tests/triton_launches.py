@@ -86,8 +86,8 @@ def row_launches(
     """One launch of every kernel over rows and tokens. `optional`: whether the optional inputs are given."""
     backend = Recorder(architecture)
     batch, time, vocab = shape
-    flat = torch.empty(batch * time * (vocab + 1), dtype=dtype, device=device)
-    logits = flat.as_strided(shape, (time * vocab, vocab, 1) if aligned else (time * (vocab + 1), vocab + 1, 1))
+    flat = torch.empty(batch * time * vocab + 1, dtype=dtype, device=device)
+    logits = flat[0 if aligned else 1 :][: batch * time * vocab].view(shape)
 
     def tokens(dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(batch, time, dtype=dtype, device=device)

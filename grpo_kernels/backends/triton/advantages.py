@@ -52,7 +52,7 @@ def batch_deviation(values, order, step_ends, time: tl.int64, count: tl.int64, d
 @kernel
 def normalise(
     values, order, offsets, step_ends, time: tl.int64, deviation, scales: tl.int32, leave_one_out: tl.int32, ddof: tl.int32,
-    eps: tl.float64, out, BLOCK: tl.constexpr,
+    eps: tl.float32, out, BLOCK: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
     begin, end = tl.load(offsets + group), tl.load(offsets + group + 1)
@@ -64,7 +64,7 @@ def normalise(
     comparable = (count >= 2.0) & (all_equal == 0)
     for k in range(begin, end, BLOCK):
         value, index, valid, real = load_values(values, order, step_ends, time, k + tl.arange(0, BLOCK), end)
-        advantage = tl.where(real & comparable, (value - mean) * factor / divisor, 0.0)
+        advantage = tl.where(comparable, tl.where(real, (value - mean) * factor / divisor, 0.0), 0.0)
         tl.store(out + index, advantage.to(out.dtype.element_ty), mask=valid)
 
 
