@@ -95,7 +95,7 @@ def _clock_on_gpu(action: Callable[[], Any]) -> Clocked:
     """Time of the GPU alone: nothing of the data is in its L2, and it sleeps until everything is queued."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     _more_than_an_l2().zero_()
-    torch.cuda._sleep(20_000_000)  # cycles: 10 ms
+    torch.cuda._sleep(10_000_000)  # cycles: 5 ms
     start.record()
     queued = time.perf_counter()
     result = action()

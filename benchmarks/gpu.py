@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ SUITES: list[tuple[tuple[int, int, str], dict[str, list[str]]]] = [
     ((16384, 128256, "bfloat16"), {"forward_backward": KERNELS}),
     ((16384, 32000, "bfloat16"), {"forward_backward": KERNELS}),
     ((8192, 151936, "float32"), {"forward_backward": KERNELS, "forward": KERNELS}),
-    ((256, 32000, "bfloat16"), {"forward_backward": EVERYBODY}),  # what an implementation costs beside its kernels
+    ((256, 32000, "bfloat16"), {"forward_backward": KERNELS}),  # what an implementation costs beside its kernels
 ]
 DRY = [((4, 304, "bfloat16"), SUITES[0][1]), ((4, 301, "float32"), {"forward": KERNELS})]
 HIDDEN, DRY_HIDDEN = (8192, 128256, 4096), (4, 257, 32)  # rows, vocabulary, width
@@ -159,9 +160,22 @@ class Report:
             self.leave_out(f"{group} {name}", error)
         self.save()
 
-    def leave_out(self, what: str, why: Exception | str) -> None:
-        reason = f"{type(why).__name__}: {why}" if isinstance(why, Exception) and not isinstance(why, Missing) else str(why)
-        expected = isinstance(why, (Missing, str, torch.OutOfMemoryError))
+    @contextmanager
+    def unless(self, late: bool, what: str) -> Iterator[None]:
+        """What is inside, unless it is too late; what it raises is kept, since what comes after may still fit."""
+        try:
+            if late:
+                raise Missing("out of time")
+            yield
+        except Exception as error:
+            self.leave_out(what, error)
+            self.save()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def leave_out(self, what: str, why: Exception) -> None:
+        reason = str(why) if isinstance(why, Missing) else f"{type(why).__name__}: {why}"
+        expected = isinstance(why, (Missing, torch.OutOfMemoryError))
         self.found["not_measured" if expected else "failed"][what] = reason.strip().partition("\n")[0][:300]
 
     def save(self) -> None:
@@ -217,32 +231,24 @@ def main() -> int:
     def kept(names: list[str]) -> list[str]:
         return [name for name in names if not left_out.search(name)]
 
-    for (rows, vocab, dtype), contests in DRY if options.dry else SUITES:
+    def from_logits(rows: int, vocab: int, dtype: str, contests: dict[str, list[str]]) -> None:
         case, arena = case_of(rows, vocab, dtype, device), None
         for kind, names in contests.items():
-            what = f"{kind} {case.id}"
-            if time.monotonic() > last:
-                report.leave_out(what, "out of time")
-                continue
-            try:
+            with report.unless(time.monotonic() > last, f"{kind} {case.id}"):
                 arena = arena or GpuArena(case, ON_GPU | coarse)
                 report.add(kind, case, arena.hold(kind, kept(names), rounds), ROOFLINE)
-            except Exception as error:  # out of memory, most likely; what comes after may still fit
-                report.leave_out(what, error)
-        del arena
-        if device == "cuda":
-            torch.cuda.empty_cache()
 
-    rows, vocab, width = DRY_HIDDEN if options.dry else HIDDEN
-    case = case_of(rows, vocab, "bfloat16", device)
-    if time.monotonic() > last:
-        report.leave_out(f"hidden {case.id}", "out of time")
-    else:
-        try:
+    def from_hidden_states(rows: int, vocab: int, width: int) -> None:
+        case = case_of(rows, vocab, "bfloat16", device)
+        with report.unless(time.monotonic() > last, f"hidden {case.id}"):
             for kind, outcome in hidden_contests(case, width, kept(list(hidden.LOSSES)), rounds):
                 report.add(kind, case, outcome, hidden.ROOFLINE, width)
-        except Exception as error:
-            report.leave_out(f"hidden {case.id}", error)
+
+    first, *rest = DRY if options.dry else SUITES
+    from_logits(*first[0], first[1])
+    from_hidden_states(*(DRY_HIDDEN if options.dry else HIDDEN))
+    for size, contests in rest:
+        from_logits(*size, contests)
     report.save()
     if options.dry:
         print("A dry run: these figures mean nothing.\n")
