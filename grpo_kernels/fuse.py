@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,6 +46,7 @@ def fuse_lm_head(model: Any) -> Any:
         TypeError: not such a model, or its head is of another class. From the first call with lm_head_fn: the model does to its logits
             what is not a scale and a soft cap; the head's adapter is not plain LoRA.
         ValueError: from a call with labels as well.
+        RuntimeError: fused before, and something wrapped the model's forward since.
 
     What a model does to its logits is measured in the first such call, which runs the head twice, reads a few numbers back from the device
     and is not compiled.
@@ -75,9 +77,9 @@ def fuse_lm_head(model: Any) -> Any:
             )
         module.__class__ = GRPOHead  # the same module: its Parameter stays tied, its hooks stay on
     if not _is_fused(model):
-        if "forward" in vars(model):  # another patch; kept on the model, so that a copy of the model copies it
+        if "forward" in vars(model):  # another patch. On the model, so that a copy of the model has its own
             model._forward_before_fusion = model.forward
-        model.forward = types.MethodType(_fused_forward(model), model)
+        model.forward = model._fused_forward = types.MethodType(_fused_forward(model), model)
     return model
 
 
@@ -91,11 +93,12 @@ def unfuse_lm_head(model: Any) -> Any:
     Linear(in_features=8, out_features=32, bias=False)
 
     Raises:
-        RuntimeError: the model's forward was replaced again since; undo that first (accelerate: `unwrap_model`).
+        RuntimeError: not fused; or something wrapped the model's forward since, which has to be undone first.
     """
     model = _causal_lm(model)
     if not _is_fused(model):
-        raise RuntimeError("model: not fused, or its forward was wrapped again since (accelerate's unwrap_model takes its wrap off)")
+        raise RuntimeError("model: not fused")
+    del model._fused_forward
     before = vars(model).pop("_forward_before_fusion", None)
     if before is None:
         del model.forward
@@ -120,12 +123,16 @@ def _causal_lm(model: Any) -> Any:
 
 
 def _is_fused(model: Any) -> bool:
-    return getattr(getattr(vars(model).get("forward"), "__func__", None), "fuses_lm_head", False)
+    forward, fused = vars(model).get("forward"), vars(model).get("_fused_forward")
+    if fused is not None and forward != fused:
+        raise RuntimeError(
+            "model: fused, but something wrapped or replaced its forward since; undo that first "
+            "(accelerate: unwrap_model(model, keep_fp32_wrapper=False))"
+        )
+    return fused is not None
 
 
 def _fused_forward(model: Any) -> Callable[..., Any]:
-    # generate and trainers read the signature of a model's forward
-    @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, lm_head_fn: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
         if lm_head_fn is None:
             return _forward(self, *args, **kwargs)
@@ -140,7 +147,8 @@ def _fused_forward(model: Any) -> Callable[..., Any]:
         output = _with_call(outer, head, call, functools.partial(_forward, self, *args, **kwargs))
         return _joined(output, call)
 
-    forward.fuses_lm_head = True  # type: ignore[attr-defined]
+    # generate and trainers read the signature of a model's forward. Not by __wrapped__, which accelerate's unwrap_model follows to its end
+    forward.__signature__ = inspect.signature(type(model).forward)  # type: ignore[attr-defined]
     return forward
 
 
