@@ -48,9 +48,10 @@ def _cpu_model() -> str:
 def _native_module() -> list[tuple[str, str]]:
     try:
         native = importlib.import_module("grpo_kernels._C")
+        archs = native.cuda_archs()
         return [
             ("instruction set", f"{native.isa()} of {', '.join(native.isas())}"),
-            ("cuda archs in wheel", ", ".join(map(str, native.cuda_archs())) or "none"),
+            ("cuda archs in wheel", f"{', '.join(map(str, archs))} by nvcc {native.cuda.toolkit}" if archs else "none"),
         ]
     except Exception as error:  # whatever is wrong with it is what the report is for
         return [("native module", f"{type(error).__name__}: {error}")]

@@ -40,8 +40,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if DEVICE != "cpu" and backend is not None:
             item.add_marker(pytest.mark.gpu)
         elif backend in EMULATED:
-            item.add_marker(pytest.mark.emulated)
-        (left if item.get_closest_marker("emulated") and item.get_closest_marker("exhaustive") else kept).append(item)
+            item.add_marker(pytest.mark.emulated(backend))
+        marker = item.get_closest_marker("emulated")
+        if marker and not (set(marker.args) or EMULATED) & set(BACKENDS):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU backend in an emulator: make test-emulated"))
+        (left if marker and item.get_closest_marker("exhaustive") else kept).append(item)
     dropped = {id(item) for item in _beyond_pairs([item for item in kept if item.get_closest_marker("emulated")])}
     left += [item for item in kept if id(item) in dropped]
     config.hook.pytest_deselected(items=left)

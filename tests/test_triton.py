@@ -22,7 +22,7 @@ from cases import DTYPES, MODES, assert_matches, batch, generator, pairwise, run
 from grpo_kernels.backends.triton.configs import TABLE, forced_block, tile_for
 from grpo_kernels.options import ObjectiveParams
 
-pytestmark = pytest.mark.emulated
+pytestmark = pytest.mark.emulated("triton")
 
 BLOCK = 64  # columns of a forced tile
 TILES = (0, 1, 2, 3)  # of rows of 3 whole tiles and a partial one: 208 columns where they are aligned, 203 where not
