@@ -9,11 +9,13 @@ import gc
 import importlib.metadata
 import inspect
 import os
+import re
 import subprocess
 import sys
 import types
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +39,7 @@ from verl.workers.utils.losses import ppo_loss
 
 from grpo_kernels.integrations import verl as ours
 
+PAGE = (Path(__file__).resolve().parents[1] / "docs/trainers.md").read_text()
 NAMES = ("logprobs_from_logits", "entropy_from_logits", "entropy_from_logits_with_chunking")
 THEIRS = {name: getattr(torch_functional, name) for name in NAMES}
 SHAPES = [(11, 1025), (2, 5, 300), (2, 2, 3, 40), (7,)]
@@ -512,6 +515,20 @@ def test_options_of_ours_that_verl_lacks() -> None:
         ours.policy_loss()(**inputs, config=config)
     with pytest.raises(ValueError, match="no 'token-median'"):
         ours.policy_loss()(**inputs, loss_agg_mode="token-median", config=actor())
+
+
+def test_the_losses_of_the_page_register_and_run() -> None:
+    (block,) = re.findall(r"```py\n(.*?)```", PAGE.partition("\n## verl")[2], flags=re.DOTALL)
+    before = dict(core_algos.POLICY_LOSS_REGISTRY)
+    try:
+        exec(compile(block, "docs/trainers.md, verl", "exec"), {"__name__": "recipe"})
+        registered = core_algos.POLICY_LOSS_REGISTRY.keys() - before
+        assert registered == {"vespo", "two_sided"}
+        values = {name: core_algos.get_policy_loss_fn(name)(**rollout(5), config=actor())[0].item() for name in (*registered, "vanilla")}
+        assert len(set(values.values())) == 3
+    finally:
+        core_algos.POLICY_LOSS_REGISTRY.clear()
+        core_algos.POLICY_LOSS_REGISTRY.update(before)
 
 
 def test_a_micro_batch_without_a_token() -> None:
