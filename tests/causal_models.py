@@ -123,7 +123,7 @@ def auxiliary(output: Any) -> Any:
 
 
 def close(got: dict[str, Tensor], wanted: dict[str, Tensor], rtol: float = 2e-5) -> None:
-    """Each gradient within rtol of its own norm; where that is small beside the largest (a bias that a softmax cancels), of a share of it."""
+    """Each gradient within rtol of its norm; where that is small beside the largest (a bias that softmax cancels), of a share of that."""
     assert got.keys() == wanted.keys() and wanted
     largest = max(x.norm() for x in wanted.values())
     assert largest > 1e-3
