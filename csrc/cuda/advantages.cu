@@ -121,8 +121,7 @@ void normalise(const char* name, const Groups& groups, AdvantageScale scale, Bas
 
 }  // namespace
 
-void group_advantages(const Groups& groups, AdvantageScale scale, Baseline baseline, int ddof, double eps, float* out,
-                      const Queue& queue) {
+void group_advantages(const Groups& groups, AdvantageScale scale, Baseline baseline, int ddof, double eps, float* out, const Queue& queue) {
     normalise("group_advantages", groups, scale, baseline, ddof, eps, Steps{nullptr, 0}, out, queue);
 }
 

@@ -32,8 +32,8 @@ __device__ inline int warps() { return int(blockDim.x) / kWarp; }
 
 // --- Arithmetic --------------------------------------------------------------------------------------------------------------------
 
-// 2^x by the special function unit: within 2^-22.5 relative, exactly 1 at 0, and 0 below 2^-126, where anything else would take three more
-// instructions a logit. The twin is off by as much, or tests on a CPU would vouch for too much.
+// 2^x by the special function unit: within 2 units in the last place, exactly 1 at 0, and 0 below 2^-126, where anything else would take
+// three more instructions a logit. The twin is off by as much, or tests on a CPU would vouch for too much.
 __device__ inline float exp2_approximate(float x) {
 #if defined(__CUDACC__)
     float y;
@@ -42,8 +42,9 @@ __device__ inline float exp2_approximate(float x) {
 #else
     const float y = std::exp2(x);
     if (std::isnan(x) || x == 0.0f) return y;
-    const unsigned units_below = __float_as_uint(x) * 2654435761u >> 31;  // 0 or 1 unit in the last place, as if by chance
-    return y < 0x1p-126f ? 0.0f : __uint_as_float(__float_as_uint(y) - units_below);
+    if (y < 0x1p-125f) return y < 0x1p-126f ? 0.0f : y;
+    const int units = int(__float_as_uint(x) * 2654435761u >> 30) - 2;  // as if by chance: -2, -1, 1 or 2
+    return __uint_as_float(__float_as_uint(y) + unsigned(units < 0 ? units : units + 1));
 #endif
 }
 

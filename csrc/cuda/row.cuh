@@ -26,8 +26,8 @@ struct Part {
         uint4 vectors[kVectors];
     };
 
-    int first;        // column
-    int vectors;      // the last one may be partial
+    int first;    // column
+    int vectors;  // the last one may be partial
     int columns;
     int whole_steps;  // in which every thread has whole vectors
 
@@ -45,8 +45,8 @@ struct Part {
 
     // Whether this thread is the one that sees the column.
     __device__ bool has(int64_t column) const {
-        const int64_t vector = (column - first) / kColumns;
-        return column >= first && column < first + columns && vector % blockDim.x == threadIdx.x;
+        const bool is_here = column >= first && column < first + columns;
+        return is_here && unsigned(column - first) / kColumns % blockDim.x == threadIdx.x;
     }
 
     // `again`: the row is read once more soon, and is to stay in the L2 cache. What is no column of the row reads as -inf.
@@ -57,11 +57,11 @@ struct Part {
         const bool is_aligned = reinterpret_cast<uintptr_t>(part) % sizeof(uint4) == 0;
         Pack pack;
         if (is_aligned && step < whole_steps) {
-GRPO_UNROLL
+            GRPO_UNROLL
             for (int k = 0; k < kVectors; k++) pack.vectors[k] = read(reinterpret_cast<const uint4*>(part) + vector(step, k));
             return pack;
         }
-GRPO_UNROLL
+        GRPO_UNROLL
         for (int k = 0; k < kVectors; k++) {
             const int column = vector(step, k) * kColumns;
             if (is_aligned && column + kColumns <= columns) {
@@ -69,7 +69,7 @@ GRPO_UNROLL
                 continue;
             }
             Element elements[kColumns];
-GRPO_UNROLL
+            GRPO_UNROLL
             for (int c = 0; c < kColumns; c++) elements[c] = column + c < columns ? read(part + column + c) : Storage::kMinusInf;
             memcpy(&pack.vectors[k], elements, sizeof elements);
         }
@@ -81,11 +81,11 @@ GRPO_UNROLL
         Element* part = row + first;
         const bool is_aligned = reinterpret_cast<uintptr_t>(part) % sizeof(uint4) == 0;
         if (is_aligned && step < whole_steps) {
-GRPO_UNROLL
+            GRPO_UNROLL
             for (int k = 0; k < kVectors; k++) __stcs(reinterpret_cast<uint4*>(part) + vector(step, k), pack.vectors[k]);
             return;
         }
-GRPO_UNROLL
+        GRPO_UNROLL
         for (int k = 0; k < kVectors; k++) {
             const int column = vector(step, k) * kColumns;
             if (is_aligned && column + kColumns <= columns) {
@@ -94,7 +94,7 @@ GRPO_UNROLL
             }
             Element elements[kColumns];
             memcpy(elements, &pack.vectors[k], sizeof elements);
-GRPO_UNROLL
+            GRPO_UNROLL
             for (int c = 0; c < kColumns; c++)
                 if (column + c < columns) __stcs(part + column + c, elements[c]);
         }
@@ -102,10 +102,10 @@ GRPO_UNROLL
 
     __device__ void fill(Element* row, Element value) const {
         Element elements[kColumns];
-GRPO_UNROLL
+        GRPO_UNROLL
         for (auto& element : elements) element = value;
         Pack pack;
-GRPO_UNROLL
+        GRPO_UNROLL
         for (auto& vector : pack.vectors) memcpy(&vector, elements, sizeof elements);
         for (int step = 0; step < steps(); step++) store(row, step, pack);
     }
@@ -116,7 +116,7 @@ __device__ void unpack(const typename Part<Storage>::Pack& pack, float (&values)
     uint32_t words[sizeof pack / 4];
     memcpy(words, &pack, sizeof pack);
     constexpr int kPerWord = kPack * 4 / sizeof pack;
-GRPO_UNROLL
+    GRPO_UNROLL
     for (int i = 0; i < kPack / kPerWord; i++) Storage::unpack(words[i], values + i * kPerWord);
 }
 
@@ -125,7 +125,7 @@ __device__ typename Part<Storage>::Pack pack_of(const float (&values)[kPack]) {
     typename Part<Storage>::Pack pack;
     uint32_t words[sizeof pack / 4];
     constexpr int kPerWord = kPack * 4 / sizeof pack;
-GRPO_UNROLL
+    GRPO_UNROLL
     for (int i = 0; i < kPack / kPerWord; i++) words[i] = Storage::pack(values + i * kPerWord);
     memcpy(&pack, words, sizeof pack);
     return pack;
@@ -145,12 +145,12 @@ __device__ float tree_sum(const float* values) {
 
 __device__ inline void push(Softmax& softmax, const float (&z)[kPack], const Exponential<float>& exp) {
     float highest = z[0];
-GRPO_UNROLL
+    GRPO_UNROLL
     for (int i = 1; i < kPack; i++) highest = maximum(highest, z[i]);
     softmax.raise(highest, exp);
 
     float e[kPack], weighted[2] = {0.0f, 0.0f};
-GRPO_UNROLL
+    GRPO_UNROLL
     for (int i = 0; i < kPack; i++) {
         float exponent;
         e[i] = exp(z[i], softmax.max, exponent);
@@ -269,7 +269,7 @@ __device__ void write_gradient(const Part<Storage>& part, const Read& read, type
         const int step = backwards ? steps - 1 - i : i;
         float z[kPack];
         unpack<Storage>(read(step), z);
-GRPO_UNROLL
+        GRPO_UNROLL
         for (int k = 0; k < kPack; k++) {
             float exponent;
             const float e = exp(z[k], c.max, exponent);

@@ -46,7 +46,7 @@ __device__ Softmax read_part(const Part<Storage>& part, const typename Storage::
         if (step + 1 < steps) ahead = part.template load<again>(row, step + 1);
         if constexpr (holds) {
             const Shared<uint4> held(kRowOffset);
-GRPO_UNROLL
+            GRPO_UNROLL
             for (int k = 0; k < part.kVectors; k++)
                 if (part.vector(step, k) < part.vectors) held.write(part.vector(step, k), pack.vectors[k]);
         }
@@ -61,15 +61,14 @@ template <class Storage>
 __device__ typename Part<Storage>::Pack held_pack(const Part<Storage>& part, int step) {
     const Shared<uint4> held(kRowOffset);
     typename Part<Storage>::Pack pack{};
-GRPO_UNROLL
+    GRPO_UNROLL
     for (int k = 0; k < part.kVectors; k++)
         if (part.vector(step, k) < part.vectors) pack.vectors[k] = held.read(part.vector(step, k));
     return pack;
 }
 
 template <class Storage>
-__global__ void GRPO_ONE_SWEEP
-    logprobs_forward_kernel(Shape shape, Rows logits, Targets targets, RowOutputs out, int blocks) {
+__global__ void GRPO_ONE_SWEEP logprobs_forward_kernel(Shape shape, Rows logits, Targets targets, RowOutputs out, int blocks) {
     const unsigned row = blockIdx.x / blocks, rank = blockIdx.x % blocks;
     const bool stores = threadIdx.x == 0 && rank == 0;
     if (targets.active && !targets.active[row]) {
@@ -86,8 +85,8 @@ __global__ void GRPO_ONE_SWEEP
 }
 
 template <class Storage>
-__global__ void GRPO_ONE_SWEEP logprobs_backward_kernel(Shape shape, Rows logits, Targets targets, SavedRows saved,
-                                                                        const float* dlogps, const float* dentropy, Rows dlogits) {
+__global__ void GRPO_ONE_SWEEP logprobs_backward_kernel(Shape shape, Rows logits, Targets targets, SavedRows saved, const float* dlogps,
+                                                        const float* dentropy, Rows dlogits) {
     const unsigned row = blockIdx.x;
     const Part<Storage> part(shape.vocab, 1, 0);
     auto* dz = row_at<Storage>(shape, dlogits, row);
@@ -97,8 +96,10 @@ __global__ void GRPO_ONE_SWEEP logprobs_backward_kernel(Shape shape, Rows logits
     const RowGrad grad = {dlogps[row],        dentropy ? dentropy[row] : 0.0f, saved.row_max[row], saved.log_sum[row],
                           saved.entropy[row], targets.temperature[row]};
     // In place, another thread may be ahead and have overwritten the target: only the one that sees its column uses its value.
-    const bool is_valid = token_id >= 0 && token_id < shape.vocab;
-    const float chosen = !is_valid ? __uint_as_float(0x7fc00000u) : part.has(token_id) ? value_of<Storage>(z[token_id]) : grad.max;
+    const bool is_valid = token_id >= 0 && token_id < shape.vocab, is_read = grad.a != 0.0f || grad.b != 0.0f;
+    const float chosen = !is_valid                       ? __uint_as_float(0x7fc00000u)
+                         : is_read && part.has(token_id) ? value_of<Storage>(z[token_id])
+                                                         : grad.max;
     const Exponential<float> exp(grad.temperature);
     write_gradient<Storage, false>(
         part, [&](int step) { return part.template load<false>(z, step); }, dz, token_id, grad.coefficients(chosen), exp);
@@ -107,9 +108,8 @@ __global__ void GRPO_ONE_SWEEP logprobs_backward_kernel(Shape shape, Rows logits
 // holds: the row stays in the shared memory of `blocks` blocks. Otherwise one block reads it twice, the second time backwards, from where
 // the L2 cache has it.
 template <class Storage, bool holds>
-__global__ void GRPO_TWO_SWEEPS
-    loss_and_grad_kernel(Shape shape, Rows logits, Targets targets, TokenInputs in, ObjectiveParams params, RowOutputs stats_out,
-                         TokenOutputs loss_out, Rows dlogits, int blocks) {
+__global__ void GRPO_TWO_SWEEPS loss_and_grad_kernel(Shape shape, Rows logits, Targets targets, TokenInputs in, ObjectiveParams params,
+                                                     RowOutputs stats_out, TokenOutputs loss_out, Rows dlogits, int blocks) {
     const unsigned row = blockIdx.x / blocks, rank = blockIdx.x % blocks;
     const bool stores = threadIdx.x == 0 && rank == 0;
     const Part<Storage> part(shape.vocab, blocks, int(rank));
@@ -146,8 +146,7 @@ __global__ void GRPO_TWO_SWEEPS
     if constexpr (holds) {
         write_gradient<Storage, false>(part, [&](int step) { return held_pack(part, step); }, dz, token_id, coefficients, exp);
     } else {
-        write_gradient<Storage, true>(
-            part, [&](int step) { return part.template load<false>(z, step); }, dz, token_id, coefficients, exp);
+        write_gradient<Storage, true>(part, [&](int step) { return part.template load<false>(z, step); }, dz, token_id, coefficients, exp);
     }
 }
 
@@ -161,7 +160,7 @@ __global__ void GRPO_ONE_SWEEP scale_kernel(Shape shape, Rows dlogits, const flo
     for (int step = 0; step < part.steps(); step++) {
         float g[kPack];
         unpack<Storage>(part.template load<false>(dz, step), g);
-GRPO_UNROLL
+        GRPO_UNROLL
         for (float& x : g) x *= by;
         part.store(dz, step, pack_of<Storage>(g));
     }

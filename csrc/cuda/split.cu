@@ -1,11 +1,10 @@
 // The table of splits, and what is known of the device that it is asked for.
 
-#include "cuda/split.h"
-
 #include <algorithm>
 #include <atomic>
 
 #include "cuda/device.cuh"
+#include "cuda/split.h"
 
 namespace grpo::cuda {
 namespace {

@@ -9,8 +9,8 @@ namespace grpo::cuda {
 constexpr int kMaxThreads = 384;
 
 struct Split {
-    int blocks;   // 1: the portable design, which reads a row twice; 2, 4, 8: a cluster, which holds it in its shared memory
-    int threads;  // of a block
+    int blocks;           // 1: the portable design, which reads a row twice; 2, 4, 8: a cluster, which holds it in its shared memory
+    int threads;          // of a block
     size_t shared_bytes;  // for the one pass beyond what every kernel has: a block's part of the row
 };
 

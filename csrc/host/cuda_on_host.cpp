@@ -59,8 +59,8 @@ struct Thread {
     int64_t block_barriers = 0, cluster_barriers = 0, shuffles = 0;  // reached
     const int64_t* waits_for = nullptr;                              // goes on once this counter has come to `until`
     int64_t until = 0;
-    bool is_relaxed = false;         // the barrier of the cluster that it last arrived at
-    bool knows_others = false;       // to have begun: it passed some barrier of the cluster
+    bool is_relaxed = false;    // the barrier of the cluster that it last arrived at
+    bool knows_others = false;  // to have begun: it passed some barrier of the cluster
     bool done = true;
 };
 

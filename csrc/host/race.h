@@ -12,8 +12,8 @@
 namespace grpo::host {
 
 struct Clock {
-    int16_t thread = -1;  // within the cluster; -1: nobody
-    uint8_t block = 0;    // likewise
+    int16_t thread = -1;                              // within the cluster; -1: nobody
+    uint8_t block = 0;                                // likewise
     uint8_t cluster_arrivals = 0, cluster_waits = 0;  // at barriers that order memory
     uint16_t block_barriers = 0;
 
