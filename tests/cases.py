@@ -18,6 +18,8 @@ NARROW = (1, 2, 3, 31, 129, 1023, 1025, 4097)
 WIDE = (50257, 65537, 128257, 151936, 262145)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MODES = ("default", "one_pass", "inplace", "one_pass+inplace", "from_logps")
+# GPU kernels in an emulator on a CPU (`make test-emulated`): milliseconds a row.
+EMULATED = {"triton", "cuda_on_host"}
 LAYOUTS = ("contiguous", "later_time", "longer_rows", "unaligned", "time_first", "every_second_sequence")
 
 

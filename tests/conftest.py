@@ -19,9 +19,9 @@ BACKENDS = os.environ.get("GRPO_KERNELS_TEST_BACKENDS", "torch,cpu").split(",")
 DEVICE = device.device_of(BACKENDS)
 if DEVICE != "cpu":
     device.tensors_on(DEVICE).__enter__()
-# GPU kernels in an emulator on a CPU (`make test-emulated`): milliseconds a row. They leave out what is `exhaustive`, and of every test's
-# cross product of parameters they run as much as it takes for any two values to meet.
-EMULATED = {"triton", "cuda_on_host"}
+# They leave out what is `exhaustive`, and of every test's cross product of parameters they run as much as it takes for any two values to
+# meet.
+EMULATED = cases.EMULATED
 
 
 @pytest.fixture(params=BACKENDS)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import grpo_kernels as gk
+from cases import EMULATED
 from combination_cases import LAYOUTS, MODES, RELATIVE, answer, batch, compare, lay_out, wanted
 from combination_oracle import LEVELS, LOSS_TYPES, PENALTIES
 
@@ -52,7 +53,7 @@ def test_every_combination_is_within_budget_of_float64(backend: str, loss_type: 
         inputs, want = case(loss_type, level, penalty, dtype)
         assert (want.dlogits != 0).any()
         for (i, mode), (j, layout) in itertools.product(enumerate(modes), enumerate(LAYOUTS)):
-            if dtype == half and i != j % len(modes):
+            if (dtype == half or backend in EMULATED) and i != j % len(modes):
                 continue  # the arithmetic is that of float32; what differs is one load and one store
             upstream = (1.0, 0.37)[j % 2]
             name = f"{backend}, {loss_type}, {level}, {penalty}, {mode}, {layout}, {dtype}"

@@ -84,6 +84,7 @@ def test_every_pair_of_options_is_within_budget(backend: str, number: int) -> No
     check(PAIRS[number], backend, seed=number)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(40))
 def test_random_options_are_within_budget(backend: str, seed: int) -> None:
     rng = random.Random(seed)

@@ -123,6 +123,7 @@ def test_every_option_has_another_value() -> None:
     assert OTHERS.keys() == {*OPTION_NAMES, "old_logps"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_an_option_acts_exactly_where_the_registry_says(backend: str, loss_type: str, setting: str) -> None:

@@ -6,6 +6,7 @@ Importing this file needs no GPU and no C compiler; importing the kernels needs 
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ __all__ = ["TritonBackend", "load"]
 
 OLDEST = (3, 2)  # comes with torch 2.6
 TOKENS = 256  # tokens, or values, of a program that reads no logits
+_INTERPRETER = threading.Lock()
 
 
 def load(name: str) -> TritonBackend:
@@ -231,7 +233,7 @@ def _running_on(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         with torch.cuda.device(device):
             yield
-    else:  # the interpreter: infinities and NaN are its daily bread, and numpy would warn of each
-        with numpy.errstate(all="ignore"), warnings.catch_warnings():
+    else:  # the interpreter, which knows one program at a time; of infinities and NaN, its daily bread, numpy would warn
+        with _INTERPRETER, numpy.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             yield

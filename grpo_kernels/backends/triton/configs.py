@@ -34,18 +34,21 @@ class Split(NamedTuple):
     vectors: int  # 16-byte loads in flight a thread
 
 
-# architecture (compute capability, "interpreter") -> dtype -> (longest row, split), shortest first. Every entry: not yet measured.
-LONGEST = 1 << 31
-SHORT = (1024, Split(warps=1, vectors=1))  # a program of 16 warps would idle
-# 16 warps with 4 loads each have 32 KB in flight, what one SM needs to be busy alone: with few rows at once in work, the second sweep of
-# the one pass finds its row in the L2 cache.
-LONG = (LONGEST, Split(warps=16, vectors=4))
-ROWS = (SHORT, LONG)
-TABLE: dict[int | str, dict[torch.dtype, tuple[tuple[int, Split], ...]]] = {
-    80: {torch.float32: ROWS, torch.bfloat16: ROWS, torch.float16: ROWS},
-    90: {torch.float32: ROWS, torch.bfloat16: ROWS, torch.float16: ROWS},
-    100: {torch.float32: ROWS, torch.bfloat16: ROWS, torch.float16: ROWS},
-    "interpreter": {torch.float32: ROWS, torch.bfloat16: ROWS, torch.float16: ROWS},
+# architecture (compute capability; or "interpreter") -> dtype -> (longest row, split), shortest first.
+LONGEST = (1 << 31) - 1
+Splits = tuple[tuple[int, Split], ...]
+# A short row in one warp: 16 would idle. Not yet measured.
+# A long row in 16 warps with 4 loads each: 32 KB in flight keep an SM busy that has one row in work, as the registers of the one pass allow
+# no more; with so few rows in work, its second sweep finds them in the L2 cache. Not yet measured.
+GPU: Splits = ((1024, Split(warps=1, vectors=1)), (LONGEST, Split(warps=16, vectors=4)))
+# In the interpreter a tile costs about 2 ms whatever it holds: as few as the caches of a CPU allow. A row of 151,936, forward: 21 ms so, 97
+# in the GPU's tiles (float32, one core of a busy machine).
+INTERPRETER: Splits = ((1024, Split(warps=8, vectors=1)), (LONGEST, Split(warps=64, vectors=4)))
+TABLE: dict[int | str, dict[torch.dtype, Splits]] = {
+    80: {torch.float32: GPU, torch.bfloat16: GPU, torch.float16: GPU},
+    90: {torch.float32: GPU, torch.bfloat16: GPU, torch.float16: GPU},
+    100: {torch.float32: GPU, torch.bfloat16: GPU, torch.float16: GPU},
+    "interpreter": {torch.float32: INTERPRETER, torch.bfloat16: INTERPRETER, torch.float16: INTERPRETER},
 }
 
 _forced_block: int | None = None
