@@ -73,7 +73,6 @@ phase() {
 }
 
 wanted() { [[ " ${PHASES[*]} " == *" $1 "* ]]; }
-has() { "$PYTHON" -c "import $1" 2>/dev/null; }
 
 install_wheels() { "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target "$SITE" "$@"; }
 build_and_install() {
@@ -92,26 +91,27 @@ export PYTHON WORK SITE ROOT
 if [ -n "${WHEELS:-}" ]; then install_wheels "$WHEELS"/*.whl || STATUS=1; fi
 if wanted build && [ -n "$BUILD" ]; then phase build "${BUILD_SECONDS:-180}" bash -c build_and_install; fi
 
-if ! has grpo_kernels; then
-  echo "grpo_kernels is not installed for $PYTHON"
-  exit 1
-fi
+# What is here, and the backends to test and to watch as far as they are there.
 {
   command -v nvidia-smi >/dev/null && nvidia-smi
-  "$PYTHON" -m grpo_kernels || STATUS=1
-  for name in liger_kernel trl flash_attn; do
-    if has $name; then echo "peer $name available"; else echo "peer $name MISSING"; fi
-  done
   command -v compute-sanitizer >/dev/null || echo "compute-sanitizer MISSING"
-} 2>&1 | tee "$OUT/environment.txt"
+  "$PYTHON" - "$DRY" <<'PY'
+import importlib.util, sys
+from grpo_kernels import available_backends
+from grpo_kernels.__main__ import report
 
-# The backends to test and to watch, as far as they are there; the report above has the reasons for the others.
-BACKENDS=$("$PYTHON" - "$DRY" <<'PY'
-import sys, grpo_kernels
+print(report())
+for name in ("liger_kernel", "trl", "flash_attn"):
+    print(f"{'peer ' + name:<22} {'there' if importlib.util.find_spec(name) else 'MISSING'}")
 names = ("triton", "cpu") if sys.argv[1] else ("cuda", "triton")
-print(*(name for name in names if grpo_kernels.available_backends()[name] == "available"))
+print(f"{'under test':<22}", *(name for name in names if available_backends()[name] == "available"))
 PY
-) || STATUS=1
+} 2>&1 | tee "$OUT/environment.txt"
+BACKENDS=$(sed -n 's/^under test *//p' "$OUT/environment.txt")
+if [ -z "$BACKENDS" ]; then
+  echo "grpo_kernels is not installed for $PYTHON, or has no backend for this machine" | tee -a "$OUT/environment.txt"
+  exit 1
+fi
 
 run_pytest() { "$PYTHON" -m pytest -c "$ROOT/pyproject.toml" --rootdir "$ROOT" -p no:cacheprovider -p no:benchmark -q "$@"; }
 export -f run_pytest
@@ -122,7 +122,7 @@ if wanted test; then
     phase suite "${TEST_SECONDS:-120}" bash -c 'run_pytest "$ROOT/tests/test_metrics.py"'
   else
     workers=''
-    if has xdist; then workers="-n ${TEST_WORKERS:-8}"; fi
+    if "$PYTHON" -c 'import xdist' 2>/dev/null; then workers="-n ${TEST_WORKERS:-8}"; fi
     phase gpu "${TEST_SECONDS:-120}" bash -c 'run_pytest --maxfail 20 "$ROOT/tests/test_gpu.py"'
     # those that ask for a backend: others may need packages that are not there
     files=$(grep -lE '\bbackend[,:)]' "$ROOT"/tests/test_*.py | grep -v test_gpu.py | tr '\n' ' ')
