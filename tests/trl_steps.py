@@ -6,6 +6,7 @@ Models are made here from configurations and the tokenizer from a list of words:
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import sys
 import tempfile
@@ -100,7 +101,7 @@ GRID: dict[str, dict[str, Any]] = {
     "mixture of experts": {"Model": "mixtral", "router_aux_loss_coef": 0.1, "gradient_accumulation_steps": 2},
     "tied embeddings": {"Tied": True},
     "soft-capped logits": {"Model": "gemma2", "beta": 0.1},
-    "scaled logits": {"Model": "granite"},
+    "scaled logits": {"Model": "granite", "Rollout": True, "beta": 0.1},
     "biased head": {"Model": "phi"},
     "LoRA": {"Lora": True, "beta": 0.1, "learning_rate": 0.3},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "beta": 0.1},
@@ -111,19 +112,22 @@ DEFAULTS = [name for name in GRID if "defaults" in name]
 class Run(NamedTuple):
     log: list[dict[str, Any]]  # what TRL logged: a line a step, an evaluation, and the summary
     moved: Tensor  # how far each parameter came
-    calls: Counter[str]  # calls of our operators
+    calls: Counter[str]  # of our operators
+    dtypes: set[torch.dtype]  # that these got logits or hidden states in, log-probs where they got these
 
 
 class Calls(TorchDispatchMode):
-    """Counts calls of our operators."""
+    """Counts calls of our operators, by name and dtype of what log-probs are made of."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.dtypes: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "grpo_kernels":
             self.counts[func._schema.name.split("::")[1]] += 1
+            self.dtypes.add(next(x.dtype for x in args if isinstance(x, Tensor)))
         return func(*args, **(kwargs or {}))
 
 
@@ -169,7 +173,8 @@ def model_of(kind: str = "llama", tied: bool = False, dtype: torch.dtype = torch
     model.generation_config.eos_token_id = [EOS, *range(12)]  # so that completions differ in length
     if folder is None:
         return model
-    model.save_pretrained(folder)
+    if not folder.exists():
+        model.save_pretrained(folder)
     return t.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
 
@@ -182,17 +187,21 @@ def evenness(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    """Completions of chance, every fourth cut off, log-probs as of an engine that computes a little differently, tokens from a tool."""
-    g = torch.Generator().manual_seed(trainer.state.global_step)
-    ids = [trainer.processing_class(text=prompt)["input_ids"] for prompt in prompts]
-    lengths = torch.randint(3, 8, (len(ids),), generator=g).tolist()
-    completions = [[*torch.randint(EOS, (n,), generator=g).tolist(), *[EOS] * (i % 4 > 0)] for i, n in enumerate(lengths)]
-    logprobs = []
-    with torch.no_grad():
-        for prompt, completion in zip(ids, completions):
-            logits = trainer.accelerator.unwrap_model(trainer.model)(input_ids=torch.tensor([prompt + completion])).logits[0].float()
-            scored = (logits / trainer.temperature).log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(completion)[:, None])
-            logprobs.append((scored[:, 0] + 0.4 * torch.randn(len(completion), generator=g)).tolist())
+    """Completions of chance, the same for a prompt on whatever rank; the first of each is cut off, every third token is a tool's, and the
+    log-probs are as of an engine that computes a little differently."""
+    seen: Counter[str] = Counter()
+    ids, completions, logprobs = [], [], []
+    for prompt in prompts:
+        ids.append(trainer.processing_class(text=prompt)["input_ids"])
+        g = torch.Generator().manual_seed(1000 * sum(ids[-1]) + 10 * trainer.state.global_step + seen[prompt])
+        completion = torch.randint(EOS, (int(torch.randint(3, 8, (1,), generator=g)),), generator=g).tolist()
+        completions.append([*completion, EOS] if seen[prompt] else completion)
+        seen[prompt] += 1
+        tokens = torch.tensor([ids[-1] + completions[-1]])
+        with torch.no_grad():
+            logits = trainer.accelerator.unwrap_model(trainer.model)(input_ids=tokens).logits[0].float() / trainer.temperature
+        scored = logits.log_softmax(-1)[len(ids[-1]) - 1 : -1].gather(1, torch.tensor(completions[-1])[:, None])[:, 0]
+        logprobs.append((scored + 0.4 * torch.randn(len(scored), generator=g)).tolist())
     masks = {"env_mask": [[int(i % 3 != 2) for i in range(len(x))] for x in completions]} if trainer.masks_tools else {}
     return {"prompt_ids": ids, "completion_ids": completions, "logprobs": logprobs, **masks}
 
@@ -223,7 +232,7 @@ def train(trainer_class: Any, row: dict[str, Any], folder: Path, steps: int = 2,
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         trainer = trainer_class(
-            model=model, reward_funcs=[variety, evenness][: row.get("Rewards", 1)], args=args, train_dataset=data,
+            model=model, reward_funcs=[evenness, variety][: row.get("Rewards", 1)], args=args, train_dataset=data,
             eval_dataset=data.select(range(4)) if "eval_steps" in options else None, processing_class=tokenizer(), **more,
         )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
@@ -234,7 +243,7 @@ def train(trainer_class: Any, row: dict[str, Any], folder: Path, steps: int = 2,
     before = parameters_of(trainer)
     with Calls() as calls:
         trainer.train()
-    return Run(trainer.state.log_history, parameters_of(trainer) - before, calls.counts)
+    return Run(trainer.state.log_history, parameters_of(trainer) - before, calls.counts, calls.dtypes)
 
 
 def parameters_of(trainer: Any) -> Tensor:
@@ -264,24 +273,38 @@ def difference(theirs: Run, ours: Run) -> Difference:
     return Difference(loss, metrics, float((theirs.moved - ours.moved).abs().max() / theirs.moved.abs().max()))
 
 
+def applicable(row: dict[str, Any]) -> dict[str, Any] | None:
+    """The row in the words of the TRL that is installed; None: it has no such option."""
+    import trl
+
+    options = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
+    row = dict(row)
+    if "vllm_importance_sampling_clip_max" in row and "vllm_importance_sampling_clip_max" not in options:
+        row["vllm_importance_sampling_cap"] = row.pop("vllm_importance_sampling_clip_max")
+    return row if {name for name in row if name[0].islower()} <= options else None
+
+
 def steps_of(name: str, folder: Path, loss_from: str = "hidden_states") -> tuple[Difference, str]:
     """The difference of a row of the grid, and the path that its losses took."""
     import trl
 
     from grpo_kernels.integrations.trl import FusedGRPOTrainer
 
-    theirs = train(trl.GRPOTrainer, GRID[name], folder)
-    ours = train(FusedGRPOTrainer, GRID[name], folder, loss_from=loss_from)
-    assert path_of(theirs.calls) == "TRL" and theirs.moved.abs().max() > 1e-3
+    row = applicable(GRID[name])
+    assert row is not None
+    theirs = train(trl.GRPOTrainer, row, folder)
+    ours = train(FusedGRPOTrainer, row, folder, loss_from=loss_from)
+    assert path_of(theirs.calls) == "TRL" and theirs.moved.abs().max() > 1e-3, "a row has to train"
     return difference(theirs, ours), path_of(ours.calls)
 
 
 def main() -> None:
+    """Arguments: hidden_states or logits, and rows; all rows without."""
     torch.set_num_threads(1)
     gc.freeze()  # every run ends in a collection, of what the imports made too
     loss_from = sys.argv[1] if len(sys.argv) > 1 else "hidden_states"
     print("| configuration | path | loss | metrics | parameters |\n|---|---|---|---|---|")
-    for name in GRID:
+    for name in sys.argv[2:] or [name for name in GRID if applicable(GRID[name])]:
         with tempfile.TemporaryDirectory() as folder:
             apart, path = steps_of(name, Path(folder), loss_from)
         print(f"| {name} | {path} | {apart.loss:.1e} | {apart.metrics:.1e} | {apart.parameters:.1e} |", flush=True)
