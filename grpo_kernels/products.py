@@ -77,14 +77,15 @@ def empty_dweight(weight: Tensor, options: HeadOptions, rows: int) -> list[Tenso
     alone = options.product_dtype == weight.dtype and rows <= options.chunk_size * (2 if weight.device.type == "cpu" else 1)
     if wide == weight.dtype or alone:
         return [torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)]
-    size = max(1, PART_BYTES // (4 * weight.shape[1])) if weight.device.type == "cpu" else len(weight)
+    in_parts = weight.device.type == "cpu" and not torch.compiler.is_compiling()
+    size = max(1, PART_BYTES // (4 * weight.shape[1])) if in_parts else len(weight)
     return [weight.new_empty((min(size, len(weight) - start), weight.shape[1]), dtype=wide) for start in range(0, len(weight), size)]
 
 
 def stored_dweight(parts: list[Tensor], weight_dtype: torch.dtype) -> Tensor:
     """dW as one tensor in its weight's dtype; takes the parts away while it fills up."""
-    if len(parts) == 1 and parts[0].dtype == weight_dtype:
-        return parts.pop()
+    if len(parts) == 1:
+        return parts[0].to(weight_dtype)
     dweight = parts[0].new_empty((sum(map(len, parts)), parts[0].shape[1]), dtype=weight_dtype)
     start = 0
     while parts:

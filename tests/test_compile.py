@@ -232,6 +232,9 @@ def operator_arguments(dtype: torch.dtype = torch.float32) -> dict[str, tuple]:
 
     metrics = (*out(1), torch.zeros(2, 3, dtype=torch.int8))
     stats = (z.float().amax(-1), ones, ones, torch.randn(2, 3), torch.randn(2, 3))
+    head = (torch.randn(2, 3, 8).to(dtype), torch.randn(11, 8).to(dtype), torch.randn(11).to(dtype), *rows)
+    head_options = (0.5, 4.0, 4, dtype, dtype)
+    gradients = (torch.zeros(2, 3, 8, dtype=dtype), [torch.zeros(7, 8), torch.zeros(4, 8)], torch.zeros(11))
     return {
         "logprobs_forward": (z, *rows, *out(4)),
         "objective": (inputs["old_logps"], ones, *tokens, active, params, *out(3), *metrics),
@@ -239,6 +242,9 @@ def operator_arguments(dtype: torch.dtype = torch.float32) -> dict[str, tuple]:
         "logprobs_backward_": (z, *rows, *stats),
         "loss_and_grad": (z, *rows, *tokens, params, *out(4), *metrics, torch.zeros_like(z)),
         "loss_and_grad_": (z, *rows, *tokens, params, *out(4), *metrics),
+        "linear_logprobs": (*head, *head_options, *out(2)),
+        "linear_logprobs_backward": (*head, *head_options, *stats[-2:], ones, *gradients),
+        "linear_loss_and_grad": (*head, *tokens, params, *head_options, *out(4), *metrics, *gradients),
         "scale_": (z, torch.tensor(3.0)),
         "group_advantages": (torch.randn(6).double(), None, torch.tensor([0, 3, 6]), "group", "mean", 1, 1e-4, None, torch.zeros(6)),
     }

@@ -19,7 +19,7 @@ PRODUCTS = ("logits", "dhidden", "dweight")
 
 @pytest.fixture
 def multiplied(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Rows of (n, D) x (D, V), (n, V) x (V, D) and (V, n) x (n, D) since the last `clear`. A block of a product counts as its part of it."""
+    """Rows of (n, D) x (D, V), (n, V) x (V, D) and (V, n) x (n, D) since the last `clear`."""
     counted: dict[str, int] = {}
 
     def count(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -136,12 +136,11 @@ def test_rows_that_leave_change_nothing(backend: str) -> None:
 def test_nothing_of_the_size_of_the_logits_is_saved(backend: str, chunk_size: int, level: str) -> None:  # F16
     p = problem(inputs(importance_sampling_level=level), torch.float32, 0, chunk_size=chunk_size)
     saved: list[torch.Tensor] = []
+    ids, mask = p.arguments["completion_ids"], p.arguments["completion_mask"]
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         hidden, weight = p.hidden.clone().requires_grad_(), p.weight.clone().requires_grad_()
         loss = gk.fused_linear_grpo_loss(hidden, weight, **p.arguments, backend=backend).loss
-        logps = gk.fused_linear_logprobs(
-            hidden, weight, p.arguments["completion_ids"], mask=p.arguments["completion_mask"], backend=backend
-        )
+        logps = gk.fused_linear_logprobs(hidden, weight, ids, mask=mask, backend=backend)
     assert max(x.numel() for x in saved) <= max(hidden.numel(), weight.numel()) < B * T * V
     (loss + logps.logps.sum()).backward()
 
