@@ -57,7 +57,7 @@ def normalise(
     group = tl.program_id(0)
     begin, end = tl.load(offsets + group), tl.load(offsets + group + 1)
     count, mean, own_deviation, all_equal = statistics(values, order, step_ends, time, begin, end, ddof, BLOCK)
-    given = load_given(deviation, 0, True, 0.0)
+    given = load_given(deviation, 0, group >= 0, 0.0)
     divisor = tl.where(scales != 0, tl.where(is_given(deviation), given, own_deviation) + eps, 1.0)
     # value - mean of the others = (value - mean) n / (n - 1)
     factor = tl.where(leave_one_out != 0, count / tl.maximum(count - 1.0, 1.0), 1.0)

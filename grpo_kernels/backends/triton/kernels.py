@@ -26,7 +26,7 @@ def row_at(logits, row, time, batch_stride, time_stride, PACK: tl.constexpr):
 # An inactive row is read nowhere.
 @device
 def is_active(active, row):
-    return load_given(active, row, True, 1) != 0
+    return load_given(active, row, row >= 0, 1) != 0
 
 
 # Whether a row has to be swept for its gradient; else it is all 0, or all NaN.
@@ -90,12 +90,13 @@ def loss_and_grad(
     z = row_at(logits, row, time, batch_stride, time_stride, PACK)
     wanted = is_active(active, row)
     token_id, tau = tl.load(token_ids + row, mask=wanted, other=0), tl.load(temperature + row, mask=wanted, other=1.0)
-    m, s, logp, h, chosen, a, b = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-    token_loss, token_policy_loss, token_kl, side = 0.0, 0.0, 0.0, 0
+    zero = tl.full([], 0.0, tl.float32)
+    m, s, logp, h, chosen, a, b = zero, zero, zero, zero, zero, zero, zero
+    token_loss, token_policy_loss, token_kl, side = zero, zero, zero, 0
     if wanted:
         m, s, logp, h, chosen = row_stats(z, vocab, token_id, tau, "evict_last", REPEAT, LANES, PACK)
         advantage, log_ratio, ref_logp, policy_weight, weight, entropy_weight, has_ref = load_token(
-            logp, row, True, advantages, old_logps, ref_logps, policy_weights, weights, entropy_weights
+            logp, row, wanted, advantages, old_logps, ref_logps, policy_weights, weights, entropy_weights
         )
         token_loss, token_policy_loss, a, token_kl, side = token_objective(
             logp, h, advantage, log_ratio, ref_logp, policy_weight, weight, entropy_weight, has_ref,
