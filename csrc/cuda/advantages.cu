@@ -129,8 +129,8 @@ void process_advantages(const Groups& groups, AdvantageScale scale, Baseline bas
                         int64_t batch, int64_t steps, int64_t time, double* normalised, float* out, const Queue& queue) {
     normalise("process_advantages", groups, scale, baseline, ddof, eps, Steps{step_ends, time}, normalised, queue);
     const int64_t tokens = batch * time;
-    launch("process_advantages, sums", queue, {(tokens + kThreads - 1) / kThreads, kThreads}, steps_ahead_kernel, normalised, step_ends,
-           steps, time, tokens, out);
+    launch("steps_ahead", queue, {(tokens + kThreads - 1) / kThreads, kThreads}, steps_ahead_kernel, normalised, step_ends, steps, time,
+           tokens, out);
 }
 
 }  // namespace grpo::cuda

@@ -214,6 +214,8 @@ void launch(const char* name, const cuda::Queue& queue, const Grid& grid, void (
     if (grid.shared_bytes > kWithoutAsking) {
         const auto* function = reinterpret_cast<const void*>(kernel);
         check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, int(grid.shared_bytes)), name);
+        // As many of these blocks on a multiprocessor as fit, whatever that leaves of the L1 cache.
+        check(cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), name);
     }
     cudaLaunchAttribute cluster{};
     cluster.id = cudaLaunchAttributeClusterDimension;

@@ -156,6 +156,7 @@ void Machine::start_cluster(int size, size_t shared_bytes) {
         void* memory = mmap(nullptr, count * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (memory == MAP_FAILED) throw std::bad_alloc();
         stacks = static_cast<unsigned char*>(memory);
+        forget_frames(stacks, threads.size() * kStackBytes);
     }
     blocks.clear();
     for (int rank = 0; rank < size; rank++) blocks.emplace_back(shared_bytes, threads_per_block / kWarp);
@@ -272,6 +273,7 @@ cudaError_t run(const cudaLaunchConfig_t& config, void (*kernel)(void*), void* a
         machine.run_cluster(first);
     }
     if (!machine.given_up) return cudaSuccess;
+    forget_frames(machine.stacks, machine.threads.size() * kStackBytes);
     machine.reports.push_back(machine.fault);
     return cudaErrorLaunchFailure;
 }

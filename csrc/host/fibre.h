@@ -20,15 +20,19 @@ extern "C" void grpo_host_switch(void** save_stack, void* load_stack);
 
 namespace grpo::host {
 
+// Stacks that were left in the middle, or are someone else's old memory, still look occupied to AddressSanitizer.
+inline void forget_frames([[maybe_unused]] void* stacks, [[maybe_unused]] size_t bytes) {
+#if defined(__SANITIZE_ADDRESS__)
+    __asan_unpoison_memory_region(stacks, bytes);
+#endif
+}
+
 class Fibre {
   public:
     // `run` is called on `stack` when the fibre is first resumed; it must not return.
     void start(void* stack, size_t bytes, void (*run)()) {
         stack_ = stack;
         bytes_ = bytes;
-#if defined(__SANITIZE_ADDRESS__)
-        __asan_unpoison_memory_region(stack, bytes);  // of frames that a given-up fibre left there
-#endif
 #if defined(__x86_64__)
         auto* top = reinterpret_cast<uintptr_t*>(static_cast<unsigned char*>(stack) + bytes);
         *--top = 0;  // a return address for `run`, which also puts its frame where calls expect it: 8 below a multiple of 16
