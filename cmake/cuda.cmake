@@ -1,12 +1,9 @@
-# Whether the wheel has CUDA kernels, and for which GPUs. Sets GRPO_CUDA and, with it, the language CUDA and CMAKE_CUDA_ARCHITECTURES.
+# Whether the wheel has CUDA kernels. Sets GRPO_CUDA and, with it, the language CUDA and CMAKE_CUDA_ARCHITECTURES.
 #
 #   GRPO_KERNELS_CUDA  AUTO: where there is an nvcc; ON: an error without one; OFF. An option of CMake, else of the environment.
-#   architectures      CMAKE_CUDA_ARCHITECTURES, else CUDAARCHS, else TORCH_CUDA_ARCH_LIST, else 80, 90, 100 and PTX of the newest. The GPU
-#                      of the machine that builds is never asked: containers are built where there is none, or another.
 include("${CMAKE_CURRENT_LIST_DIR}/toolkit.cmake")
 
-set(oldest_nvcc 12.4)  # that was ever tried
-set(oldest_arch 80)    # bfloat16 arithmetic, and as far back as the kernels were compiled
+set(oldest_nvcc 12.4)
 
 set(wanted "$ENV{GRPO_KERNELS_CUDA}")
 if(wanted STREQUAL "")
@@ -17,30 +14,6 @@ string(TOUPPER "${GRPO_KERNELS_CUDA}" wanted)
 if(NOT wanted MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "GRPO_KERNELS_CUDA: expected AUTO, ON or OFF, got '${GRPO_KERNELS_CUDA}'.")
 endif()
-
-# "8.0;9.0+PTX", "8.0 9.0a": torch's words for 80-real;90 and 80-real;90a-real. What is older than the kernels is left out, and said.
-function(architectures_from_torch list result)
-  string(REGEX REPLACE "[ ,]+" ";" list "${list}")
-  set(architectures)
-  foreach(name IN LISTS list)
-    if(NOT name MATCHES "^([0-9]+)\\.([0-9])([af]?)(\\+PTX)?$")
-      message(FATAL_ERROR "TORCH_CUDA_ARCH_LIST: expected versions such as '8.0;9.0a;10.0+PTX', got '${name}'.")
-    endif()
-    set(arch "${CMAKE_MATCH_1}${CMAKE_MATCH_2}")
-    if(arch LESS oldest_arch)
-      message(STATUS "TORCH_CUDA_ARCH_LIST: ${name} is left out, the CUDA kernels need 8.0 or newer")
-    elseif(CMAKE_MATCH_4)
-      list(APPEND architectures "${arch}${CMAKE_MATCH_3}")
-    else()
-      list(APPEND architectures "${arch}${CMAKE_MATCH_3}-real")
-    endif()
-  endforeach()
-  if(NOT architectures)
-    message(FATAL_ERROR "TORCH_CUDA_ARCH_LIST: '$ENV{TORCH_CUDA_ARCH_LIST}' names nothing from 8.0 on, which the CUDA kernels need.")
-  endif()
-  list(REMOVE_DUPLICATES architectures)
-  set(${result} "${architectures}" PARENT_SCOPE)
-endfunction()
 
 set(GRPO_CUDA OFF)
 set(why_not "GRPO_KERNELS_CUDA is OFF")
@@ -62,21 +35,12 @@ if(NOT GRPO_CUDA)
   return()
 endif()
 
-if(NOT CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
-  if(NOT "$ENV{TORCH_CUDA_ARCH_LIST}" STREQUAL "")
-    architectures_from_torch("$ENV{TORCH_CUDA_ARCH_LIST}" CMAKE_CUDA_ARCHITECTURES)
-  elseif(TOOLKIT_VERSION VERSION_LESS 12.8)
-    set(CMAKE_CUDA_ARCHITECTURES 80-real 90)
-  else()
-    set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 100)
-  endif()
-endif()
+include("${CMAKE_CURRENT_LIST_DIR}/architectures.cmake")
 set(CMAKE_CUDA_COMPILER "${TOOLKIT_NVCC}")
 if(TOOLKIT_LIBRARY)
   set(CMAKE_CUDA_FLAGS_INIT "-L${TOOLKIT_LIBRARY}")
 endif()
-message(STATUS "CUDA kernels by ${TOOLKIT_NVCC}; GRPO_KERNELS_CUDA=OFF builds without them")
+message(STATUS "CUDA kernels by ${TOOLKIT_NVCC} ${TOOLKIT_VERSION}; GRPO_KERNELS_CUDA=OFF builds without them")
 set(CMAKE_CUDA_STANDARD 17)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 enable_language(CUDA)
-message(STATUS "CUDA ${TOOLKIT_VERSION}, architectures: ${CMAKE_CUDA_ARCHITECTURES}")

@@ -1,17 +1,16 @@
 """The promises about building and installing: what a wheel and an sdist hold, what a failed build says, what a broken install says.
 
 The sources are packed once into an sdist, unpacked elsewhere, littered with what other builds might have left there, and built once
-into a wheel; most tests look at that wheel. It is compiled without optimisation and CUDA, to be quick: what it computes is tested
-elsewhere.
+into a wheel; most tests look at that wheel. It is compiled without optimisation, to be quick, and without CUDA:
+test_cuda_build.py looks at that.
 """
 
 from __future__ import annotations
 
-import os
+import importlib
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -23,63 +22,29 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-MODULE = f"grpo_kernels/_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "grpo_kernels/__init__.py").read_text(), flags=re.MULTILINE)[1]
-UNOPTIMISED = "-DCMAKE_CXX_FLAGS_RELEASE=-O0 -DGRPO_KERNELS_CUDA=OFF"
+from building import (
+    MODULE,
+    NO_NVCC,
+    ROOT,
+    UNOPTIMISED,
+    VERSION,
+    build_sdist,
+    build_wheel,
+    checked,
+    make_environment,
+    not_ours,
+    run,
+    site_packages,
+    unpack,
+    unwrapped,
+)  # fmt: skip
 
 # One process runs this file (pytest -n --dist loadfile), so that what is built is built once.
 
 
-def run(*command: str | Path, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command away from the checkout's influence and returns it with stdout and stderr together in `stdout`."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "CMAKE_", "MAX_JOBS"))}
-    return subprocess.run(
-        [*map(str, command)], cwd=cwd, env={**inherited, **env}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600
-    )
-
-
-def checked(process: subprocess.CompletedProcess[str]) -> str:
-    assert process.returncode == 0, process.stdout
-    return process.stdout
-
-
-def build_wheel(source: Path, out: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Without isolation, with the tools of this environment and no network."""
-    options = ("--no-build-isolation", "--no-deps", "--no-index", "--no-cache-dir", "--wheel-dir", out)
-    return run(sys.executable, "-m", "pip", "wheel", *options, source, cwd=out.parent, **{"CMAKE_ARGS": UNOPTIMISED, **env})
-
-
-def make_environment(folder: Path, wanted: Callable[[str], bool]) -> Path:
-    """A virtual environment that shares those packages of this one whose files are wanted. Returns its python."""
-    checked(run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent))
-    site = site_packages(folder)
-    for path in Path(sysconfig.get_path("purelib")).iterdir():
-        if wanted(path.name) and path.name != "__pycache__":
-            (site / path.name).symlink_to(path)
-    return folder / "bin" / "python"
-
-
-def site_packages(environment: Path) -> Path:
-    return environment / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-
-
-def not_ours(name: str) -> bool:
-    return "grpo" not in name.lower()
-
-
 @pytest.fixture(scope="session")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("sdist")
-    build = f"from setuptools import build_meta; build_meta.build_sdist({str(out)!r})"
-    checked(run(sys.executable, "-c", build, cwd=ROOT, PATH=""))
-    return next(out.glob("grpo_kernels-*.tar.gz"))
-
-
-def unpack(sdist: Path, folder: Path) -> Path:
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
-    return folder / sdist.name.removesuffix(".tar.gz")
+    return build_sdist(tmp_path_factory.mktemp("sdist"))
 
 
 @pytest.fixture(scope="session")
@@ -102,10 +67,15 @@ def source(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel_and_log(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("wheel") / "out"
-    checked(build_wheel(source, out))
-    return next(out.glob("*.whl"))
+    log = checked(build_wheel(source, out))
+    return next(out.glob("*.whl")), log
+
+
+@pytest.fixture(scope="session")
+def wheel(wheel_and_log: tuple[Path, str]) -> Path:
+    return wheel_and_log[0]
 
 
 @pytest.fixture
@@ -127,7 +97,7 @@ def test_sdist_holds_every_tracked_file(sdist: Path) -> None:
     tracked = {name for name in tracked if (ROOT / name).exists()}
     with tarfile.open(sdist) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"csrc/bindings.cpp", "CMakeLists.txt"} <= tracked
+    assert {"csrc/bindings.cpp", "csrc/cuda/rows.cu", "csrc/cuda/row.cuh", "CMakeLists.txt", "cmake/cuda.cmake", "nvcc.txt"} <= tracked
     assert tracked - held == set()
     assert not [name for name in held if name.endswith((".so", ".pyc"))]
 
@@ -138,6 +108,11 @@ def test_wheel_holds_the_sources_and_one_native_module_and_nothing_left_by_other
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert held == sources | {MODULE, "grpo_kernels/py.typed", "grpo_kernels/_C.pyi"}
     assert zipfile.ZipFile(wheel).read(MODULE).startswith(b"\x7fELF")
+
+
+def test_build_without_nvcc_says_in_one_sentence_that_the_wheel_is_for_cpus(wheel_and_log: tuple[Path, str]) -> None:
+    sentence = f"This build is for CPUs only, without CUDA kernels: there is no {NO_NVCC}, which CUDACXX or CMAKE_CUDA_COMPILER names."
+    assert sentence in unwrapped(wheel_and_log[1])
 
 
 def test_wheel_is_for_this_python_and_platform(wheel: Path) -> None:
@@ -175,12 +150,14 @@ def test_metadata_needs_neither_cmake_nor_torch(source: Path, tmp_path: Path) ->
         ({"CXX": "/no/such/compiler"}, "No C++ compiler was found"),
         ({"CMAKE_ARGS": "-DPython_INCLUDE_DIR=/no/such/folder"}, "Python.h"),
         ({"CMAKE_ARGS": "-DCMAKE_DISABLE_FIND_PACKAGE_OpenMP=ON"}, "cannot build OpenMP loops"),
+        ({"GRPO_KERNELS_CUDA": "ON"}, f"GRPO_KERNELS_CUDA is ON, but there is no {NO_NVCC}, which CUDACXX"),
+        ({"GRPO_KERNELS_CUDA": "perhaps"}, "GRPO_KERNELS_CUDA: expected AUTO, ON or OFF, got 'perhaps'."),
     ],
 )
 def test_build_says_plainly_what_is_missing_and_makes_no_wheel(missing: dict[str, str], said: str, source: Path, tmp_path: Path) -> None:
     process = build_wheel(source, tmp_path / "out", **missing)
     assert process.returncode != 0
-    assert said in process.stdout and "grpo_kernels._C was not built" in process.stdout, process.stdout
+    assert said in unwrapped(process.stdout) and "grpo_kernels._C was not built" in process.stdout, process.stdout
     assert not list(tmp_path.rglob("*.whl"))
 
 
@@ -199,7 +176,7 @@ def test_editable_install_builds_afresh_in_place_and_runs(source: Path, tmp_path
     shutil.copytree(source, editable)
     python = make_environment(tmp_path / "environment", not_ours)
     install = ("install", "--no-build-isolation", "--no-deps", "--no-index", "--no-cache-dir", "--editable", editable)
-    checked(run(sys.executable, "-m", "pip", "--python", python, *install, cwd=tmp_path, CMAKE_ARGS=UNOPTIMISED))
+    checked(run(sys.executable, "-m", "pip", "--python", python, *install, cwd=tmp_path, CMAKE_ARGS=UNOPTIMISED, CUDACXX=NO_NVCC))
     show = "import grpo_kernels, grpo_trainer; from grpo_kernels import _C; print(_C.__file__, _C.isa(), grpo_trainer.__file__)"
     module, isa, trainer = checked(run(python, "-c", show, cwd=tmp_path)).split()
     assert Path(module) == editable / MODULE and isa
@@ -207,16 +184,21 @@ def test_editable_install_builds_afresh_in_place_and_runs(source: Path, tmp_path
     assert (editable / "build/inplace/CMakeCache.txt").read_text() != "left by another build"
 
 
-def test_native_module_links_no_torch(wheel: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", ["built here", "installed"])
+def test_native_module_links_no_torch_and_no_cuda(which: str, wheel: Path, tmp_path: Path) -> None:
     if shutil.which("ldd") is None or shutil.which("nm") is None:
         pytest.skip("ldd or nm is missing")
-    zipfile.ZipFile(wheel).extract(MODULE, tmp_path)
-    needed = checked(run("ldd", tmp_path / MODULE, cwd=tmp_path))
+    if which == "installed":
+        module = Path(importlib.import_module("grpo_kernels._C").__file__)
+    else:
+        module = Path(zipfile.ZipFile(wheel).extract(MODULE, tmp_path))
+    needed = checked(run("ldd", module, cwd=tmp_path))
     assert "libgomp" in needed or "libomp" in needed
     assert not re.search(r"lib(torch|c10|cuda)|not found", needed), needed
-    symbols = checked(run("nm", "-D", "--defined-only", tmp_path / MODULE, cwd=tmp_path)).split()
-    assert "PyInit__C" in symbols
-    symbols = checked(run("nm", "-D", "--demangle", tmp_path / MODULE, cwd=tmp_path))
+    symbols = checked(run("nm", "-D", "--defined-only", module, cwd=tmp_path))
+    assert "PyInit__C" in symbols.split()
+    assert not re.search(r" (cuda|cu[A-Z]|__cuda)", symbols), "torch's copy of the runtime could answer instead"
+    symbols = checked(run("nm", "-D", "--demangle", module, cwd=tmp_path))
     assert not re.search(r"torch|c10::|at::", symbols), symbols
 
 
@@ -272,7 +254,7 @@ def test_install_from_a_git_address_with_build_isolation(tmp_path: Path) -> None
         pytest.skip("not a git checkout")
     python = make_environment(tmp_path / "environment", not_ours)
     install = ("install", "--no-deps", "--no-cache-dir", f"git+{ROOT.as_uri()}")
-    checked(run(sys.executable, "-m", "pip", "--python", python, *install, cwd=tmp_path, CMAKE_ARGS=UNOPTIMISED))
+    checked(run(sys.executable, "-m", "pip", "--python", python, *install, cwd=tmp_path, CMAKE_ARGS=UNOPTIMISED, CUDACXX=NO_NVCC))
     report = checked(run(python, "-m", "grpo_kernels", cwd=tmp_path))
     assert re.search(r"^backend cpu +available$", report, flags=re.MULTILINE), report
 
@@ -285,7 +267,8 @@ def test_wheel_builds_with_other_pythons(minor: int, source: Path, tmp_path: Pat
         pytest.skip(f"no working {python}")
     checked(run(python, "-m", "venv", tmp_path / "environment", cwd=tmp_path))
     python = tmp_path / "environment/bin/python"
-    checked(run(python, "-m", "pip", "wheel", "--no-deps", "-w", tmp_path / "out", source, cwd=tmp_path, CMAKE_ARGS=UNOPTIMISED))
+    build = ("wheel", "--no-deps", "-w", tmp_path / "out", source)
+    checked(run(python, "-m", "pip", *build, cwd=tmp_path, CMAKE_ARGS=UNOPTIMISED, CUDACXX=NO_NVCC))
     (wheel,) = (tmp_path / "out").glob(f"grpo_kernels-{VERSION}-cp3{minor}-cp3{minor}-*.whl")
     modules = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
     assert len(modules) == 1 and f"cpython-3{minor}-" in modules[0]

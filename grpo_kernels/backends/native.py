@@ -10,6 +10,7 @@ that `make cuda-on-host` builds and GRPO_KERNELS_CUDA_ON_HOST names.
 from __future__ import annotations
 
 import ctypes
+import importlib.machinery
 import importlib.util
 import os
 import sys
@@ -186,7 +187,7 @@ def over_cuda(module: ModuleType) -> NativeBackend:
     if not torch.cuda.is_available():
         raise RuntimeError("torch finds no CUDA device that it can use")
     capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
-    reason = _too_old(module.cuda_archs(), capabilities, module.cuda.toolkit, _cuda_of_driver())
+    reason = too_old(module.cuda_archs(), capabilities, module.cuda.toolkit, _cuda_of_driver())
     if reason:
         raise RuntimeError(reason)
     return NativeBackend(module.cuda, "cuda", lambda x: (x.device.index, torch.cuda.current_stream(x.device).cuda_stream))
@@ -207,11 +208,9 @@ def _refuse_another_version(module: ModuleType) -> None:
 def _import_from(path: Path) -> ModuleType:
     """The extension module at that path, whose name is that of the file up to the first dot."""
     name = path.name.partition(".")[0]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no extension module of this Python")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+    module = sys.modules[name] = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, loader, origin=str(path)))
+    loader.exec_module(module)
     return module
 
 
@@ -222,7 +221,7 @@ def _cuda_of_driver() -> int:
     return version.value
 
 
-def _too_old(archs: tuple[int, ...], capabilities: list[tuple[int, int]], toolkit: str, driver: int) -> str | None:
+def too_old(archs: tuple[int, ...], capabilities: list[tuple[int, int]], toolkit: str, driver: int) -> str | None:
     """Why no device can run what is inside. A driver serves kernels of its own major version of CUDA and of older ones."""
     newest = max(10 * major + minor for major, minor in capabilities)
     if newest < min(archs):

@@ -1,0 +1,41 @@
+# For which GPUs the CUDA kernels are compiled: CMAKE_CUDA_ARCHITECTURES where it is set, else CUDAARCHS, else TORCH_CUDA_ARCH_LIST, else 80,
+# 90 and 100, and PTX of the newest. Knows TOOLKIT_VERSION. The GPU of the machine that builds is never asked: containers are built where
+# there is none, or another one.
+set(oldest_arch 80) # bfloat16 arithmetic came with it
+
+# "8.0;9.0+PTX", "8.0 9.0a": torch's words for 80-real;90 and 80-real;90a-real. What is older than the kernels is left out, and said.
+function(architectures_from_torch list result)
+  string(REGEX REPLACE "[ ,]+" ";" list "${list}")
+  set(architectures)
+  foreach(name IN LISTS list)
+    if(NOT name MATCHES "^([0-9]+)\\.([0-9])([af]?)(\\+PTX)?$")
+      message(FATAL_ERROR "TORCH_CUDA_ARCH_LIST: expected versions such as '8.0;9.0a;10.0+PTX', got '${name}'.")
+    endif()
+    set(arch "${CMAKE_MATCH_1}${CMAKE_MATCH_2}")
+    if(arch LESS oldest_arch)
+      message(STATUS "TORCH_CUDA_ARCH_LIST: ${name} is left out, the CUDA kernels need 8.0 or newer")
+    elseif(CMAKE_MATCH_4)
+      list(APPEND architectures "${arch}${CMAKE_MATCH_3}")
+    else()
+      list(APPEND architectures "${arch}${CMAKE_MATCH_3}-real")
+    endif()
+  endforeach()
+  if(NOT architectures)
+    message(FATAL_ERROR "TORCH_CUDA_ARCH_LIST: '$ENV{TORCH_CUDA_ARCH_LIST}' names nothing from 8.0 on, which the CUDA kernels need.")
+  endif()
+  list(REMOVE_DUPLICATES architectures)
+  set(${result} "${architectures}" PARENT_SCOPE)
+endfunction()
+
+if(NOT CMAKE_CUDA_ARCHITECTURES)
+  if(NOT "$ENV{CUDAARCHS}" STREQUAL "")
+    set(CMAKE_CUDA_ARCHITECTURES "$ENV{CUDAARCHS}")
+  elseif(NOT "$ENV{TORCH_CUDA_ARCH_LIST}" STREQUAL "")
+    architectures_from_torch("$ENV{TORCH_CUDA_ARCH_LIST}" CMAKE_CUDA_ARCHITECTURES)
+  elseif(TOOLKIT_VERSION VERSION_LESS 12.8)
+    set(CMAKE_CUDA_ARCHITECTURES 80-real 90)
+  else()
+    set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 100)
+  endif()
+endif()
+message(STATUS "CUDA architectures: ${CMAKE_CUDA_ARCHITECTURES}")
