@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -66,6 +67,24 @@ def test_the_users_architectures_win(options: list[str], env: dict[str, str], ex
 def test_architectures_that_cannot_be_are_refused(architectures: str, said: str, tmp_path: Path) -> None:
     process = script("architectures.cmake", tmp_path, TORCH_CUDA_ARCH_LIST=architectures)
     assert process.returncode != 0 and said in unwrapped(process.stdout), process.stdout
+
+
+def readme_commands() -> list[tuple[dict[str, str], str]]:
+    """Every `NAME=value ... pip install ...` of README's Install, as (variables, command)."""
+    install = (ROOT / "README.md").read_text().split("## Install")[1].split("\n## ")[0]
+    lines = re.findall(r"^((?:[A-Z_]+=\S+ )+)(pip install [^#\n]+)", install, flags=re.MULTILINE)
+    return [(dict(pair.split("=", 1) for pair in variables.split()), command.strip()) for variables, command in lines]
+
+
+@needs_nvcc
+@pytest.mark.parametrize(("variables", "command"), readme_commands())
+def test_commands_of_the_readme_configure_what_they_say(variables: dict[str, str], command: str, tmp_path: Path) -> None:
+    """As far as CMake's -P goes: no compiler runs. The build that they begin is tested below, for one architecture."""
+    options = shlex.split(variables.get("CMAKE_ARGS", ""))
+    said = checked(script("architectures.cmake", tmp_path, "-DTOOLKIT_VERSION=13.0", *options, **variables))
+    one = "TORCH_CUDA_ARCH_LIST" in variables or options
+    assert f"CUDA architectures: {'90-real' if one else '80-real;90-real;100'}\n" in said
+    assert set(variables) <= {"MAX_JOBS", "CMAKE_ARGS", "GRPO_KERNELS_CUDA", "TORCH_CUDA_ARCH_LIST"} and command.endswith(" .")
 
 
 @needs_nvcc
@@ -172,7 +191,8 @@ def test_the_installed_wheel_has_cuda_kernels() -> None:
 @pytest.mark.slow  # nvcc, for one architecture
 def test_wheel_for_one_architecture(tmp_path: Path) -> None:
     source = unpack(build_sdist(tmp_path), tmp_path / "elsewhere")
-    log = checked(build_wheel(source, tmp_path / "out", CUDACXX=NVCC, TORCH_CUDA_ARCH_LIST="9.0"))
+    (variables,) = [v for v, command in readme_commands() if "--no-build-isolation" in command]
+    log = checked(build_wheel(source, tmp_path / "out", CUDACXX=NVCC, **variables))
     assert f"CUDA kernels by {NVCC}" in unwrapped(log)
     (wheel,) = (tmp_path / "out").glob("*.whl")
     python = make_environment(tmp_path / "environment", not_ours)
