@@ -89,6 +89,7 @@ def sharded(model: Any, head_alone: bool, **policy: Any) -> Any:
     return shard(model)
 
 
+@fsdp_runs_here
 @pytest.mark.parametrize("options", LOSSES)
 @pytest.mark.parametrize(
     ("name", "head_alone"), [("llama", False), ("llama", True), ("qwen3, tied", False), ("granite: divides", True)], ids=str
@@ -101,6 +102,7 @@ def test_fsdp_has_the_gradients_of_one_process(name: str, head_alone: bool, opti
     agree(on_every_rank(RANKS, tmp_path, act), whole(name, LOSSES[options]))
 
 
+@fsdp_runs_here
 def test_casts_of_fsdp_do_not_reach_the_log_probs(tmp_path: Path) -> None:
     """cast_forward_inputs rounds every tensor that it finds among the arguments; old log-probs in bfloat16 are off by 2 %."""
     options = LOSSES["dapo"]
@@ -129,7 +131,9 @@ def lora(model: Any) -> Any:
     return peft.get_peft_model(model, config)
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "fsdp, head alone"])
+@pytest.mark.parametrize(
+    "wrapper", ["ddp", pytest.param("fsdp", marks=fsdp_runs_here), pytest.param("fsdp, head alone", marks=fsdp_runs_here)]
+)
 def test_an_adapter_of_the_head_has_the_gradients_of_one_process(wrapper: str, tmp_path: Path) -> None:
     options = LOSSES["dapo"]
 
@@ -141,6 +145,7 @@ def test_an_adapter_of_the_head_has_the_gradients_of_one_process(wrapper: str, t
     agree(on_every_rank(RANKS, tmp_path, act), whole("llama", options, lora))
 
 
+@fsdp_runs_here
 def test_a_sharded_weight_outside_its_forward_is_refused(tmp_path: Path) -> None:
     def act(rank: int, group: dist.ProcessGroup) -> Any:
         model, inputs = sharded(gk.fuse_lm_head(model_of("llama")), True), share(batch(ROWS), rank)
