@@ -1,5 +1,5 @@
-// Rewards -> advantages within groups (MATH.md §5; DeepSeekMath §4.1.2 and §4.1.3): a block a group, float64, two passes. The statistics
-// of the whole batch, where they are asked for, are each block's own work: a few thousand numbers out of the cache.
+// Rewards -> advantages within groups (DeepSeekMath §4.1.2 and §4.1.3): a block a group, float64, two passes. The statistics of the
+// whole batch, where they are asked for, are each block's own work: a few thousand numbers out of the cache.
 
 #include "cuda/device.cuh"
 

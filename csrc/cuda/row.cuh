@@ -11,17 +11,16 @@
 namespace grpo {
 inline namespace GRPO_ISA {
 
-// Logits that share one rebase of the running maximum: 17 exponentials instead of 32, and one two-sum. With 8 a pack, bfloat16 would take
-// more instructions a logit than an H200 issues in the time that it reads one.
-constexpr int kPack = 16;
-
 // The columns that one block holds of a row: a run of vectors. A thread's step is a pack, its vectors `threads` apart, so that a warp's
 // loads are contiguous.
+//
+// A pack is what shares one rebase of the running maximum and one two-sum: two vectors, 16 logits of 16 bits, for 17 exponentials. With a
+// vector a pack, bfloat16 would take more instructions a logit than an H200 issues in the time that it reads one.
 template <class Storage>
 struct Part {
     using Element = typename Storage::Element;
     static constexpr int kColumns = Storage::kColumns;
-    static constexpr int kVectors = kPack / kColumns;  // of a pack
+    static constexpr int kVectors = 2, kPack = kVectors * kColumns;
     struct Pack {
         uint4 vectors[kVectors];
     };
@@ -112,21 +111,21 @@ struct Part {
 };
 
 template <class Storage>
-__device__ void unpack(const typename Part<Storage>::Pack& pack, float (&values)[kPack]) {
-    uint32_t words[sizeof pack / 4];
+__device__ void unpack(const typename Part<Storage>::Pack& pack, float (&values)[Part<Storage>::kPack]) {
+    constexpr int kWords = sizeof pack / 4, kPerWord = Part<Storage>::kPack / kWords;
+    uint32_t words[kWords];
     memcpy(words, &pack, sizeof pack);
-    constexpr int kPerWord = kPack * 4 / sizeof pack;
     GRPO_UNROLL
-    for (int i = 0; i < kPack / kPerWord; i++) Storage::unpack(words[i], values + i * kPerWord);
+    for (int i = 0; i < kWords; i++) Storage::unpack(words[i], values + i * kPerWord);
 }
 
 template <class Storage>
-__device__ typename Part<Storage>::Pack pack_of(const float (&values)[kPack]) {
+__device__ typename Part<Storage>::Pack pack_of(const float (&values)[Part<Storage>::kPack]) {
     typename Part<Storage>::Pack pack;
-    uint32_t words[sizeof pack / 4];
-    constexpr int kPerWord = kPack * 4 / sizeof pack;
+    constexpr int kWords = sizeof pack / 4, kPerWord = Part<Storage>::kPack / kWords;
+    uint32_t words[kWords];
     GRPO_UNROLL
-    for (int i = 0; i < kPack / kPerWord; i++) words[i] = Storage::pack(values + i * kPerWord);
+    for (int i = 0; i < kWords; i++) words[i] = Storage::pack(values + i * kPerWord);
     memcpy(&pack, words, sizeof pack);
     return pack;
 }
@@ -143,20 +142,21 @@ __device__ float tree_sum(const float* values) {
         return tree_sum<count / 2>(values) + tree_sum<count / 2>(values + count / 2);
 }
 
-__device__ inline void push(Softmax& softmax, const float (&z)[kPack], const Exponential<float>& exp) {
+template <int count>
+__device__ void push(Softmax& softmax, const float (&z)[count], const Exponential<float>& exp) {
     float highest = z[0];
     GRPO_UNROLL
-    for (int i = 1; i < kPack; i++) highest = maximum(highest, z[i]);
+    for (int i = 1; i < count; i++) highest = maximum(highest, z[i]);
     softmax.raise(highest, exp);
 
-    float e[kPack], weighted[2] = {0.0f, 0.0f};
+    float e[count], weighted[2] = {0.0f, 0.0f};
     GRPO_UNROLL
-    for (int i = 0; i < kPack; i++) {
+    for (int i = 0; i < count; i++) {
         float exponent;
         e[i] = exp(z[i], softmax.max, exponent);
         weighted[i % 2] += exponent * e[i];
     }
-    softmax.sum.add(tree_sum<kPack>(e));
+    softmax.sum.add(tree_sum<count>(e));
     softmax.weighted.add(weighted[0] + weighted[1]);
 }
 
@@ -216,9 +216,8 @@ struct RowStats {
 
 // NaN for a row that holds NaN or +inf, or nothing but -inf; `chosen`, the logit of the token, is NaN where there is no such token.
 __device__ inline RowStats row_stats(const Softmax& softmax, float chosen, float temperature) {
-    const float nan = __uint_as_float(0x7fc00000u);
     const float weighted = softmax.weighted.value + softmax.weighted.error;
-    if (!(softmax.sum.value > 0.0f) || std::isnan(weighted)) return {softmax.max, nan, nan, nan};
+    if (!(softmax.sum.value > 0.0f) || std::isnan(weighted)) return {softmax.max, NAN, NAN, NAN};
     // The maximum's own exponential is 1. Without it the others keep their digits where p is near 1.
     const float log_sum = log1pf((softmax.sum.value - 1.0f) + softmax.sum.error);
     const float entropy = log_sum - Exponential<float>::kNats * weighted / softmax.sum.value;
@@ -264,6 +263,7 @@ template <class Storage, bool backwards, class Read>
 __device__ void write_gradient(const Part<Storage>& part, const Read& read, typename Storage::Element* dlogits, int64_t token_id,
                                const Coefficients& c, const Exponential<float>& exp) {
     if (c.row != Row::computed) return part.fill(dlogits, c.row == Row::zero ? typename Storage::Element(0) : Storage::kNan);
+    constexpr int kPack = Part<Storage>::kPack;
     const int steps = part.steps();
     for (int i = 0; i < steps; i++) {
         const int step = backwards ? steps - 1 - i : i;

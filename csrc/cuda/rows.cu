@@ -1,8 +1,6 @@
 // The entry points over rows of logits. A row is one block's, or one cluster's, where blocks of a cluster hold it in their shared memory:
 // masked rows, which nobody reads, leave at once and cost only their zeros.
 
-#include <atomic>
-
 #include "cuda/row.cuh"
 #include "cuda/split.h"
 
@@ -30,7 +28,7 @@ __device__ void store_stats(const RowOutputs& out, int64_t row, const RowStats& 
 // The token's logit, NaN where there is no such token: no address outside the row is ever made.
 template <class Storage>
 __device__ float chosen_logit(const typename Storage::Element* row, int64_t vocab, int64_t token_id) {
-    return token_id >= 0 && token_id < vocab ? value_of<Storage>(row[token_id]) : __uint_as_float(0x7fc00000u);
+    return token_id >= 0 && token_id < vocab ? value_of<Storage>(row[token_id]) : NAN;
 }
 
 // Reads a part of a row into statistics, one pack ahead of what it computes. With `holds`, the part stays in shared memory, where each
@@ -50,7 +48,7 @@ __device__ Softmax read_part(const Part<Storage>& part, const typename Storage::
             for (int k = 0; k < part.kVectors; k++)
                 if (part.vector(step, k) < part.vectors) held.write(part.vector(step, k), pack.vectors[k]);
         }
-        float z[kPack];
+        float z[part.kPack];
         unpack<Storage>(pack, z);
         push(softmax, z, exp);
     }
@@ -78,10 +76,11 @@ __global__ void GRPO_ONE_SWEEP logprobs_forward_kernel(Shape shape, Rows logits,
     if (blocks > 1) cluster_arrive<Order::relaxed>(Barrier::row_begun);
     const auto* z = row_at<Storage>(shape, logits, row);
     const float temperature = targets.temperature[row];
+    const float chosen = stores ? chosen_logit<Storage>(z, shape.vocab, targets.token_ids[row]) : 0.0f;
     const Exponential<float> exp(temperature);
     const Softmax part = read_part<Storage, false, false>({shape.vocab, blocks, int(rank)}, z, exp);
     const Softmax softmax = merged_over_row(part, blocks, int(rank), exp);
-    if (stores) store_stats(out, row, row_stats(softmax, chosen_logit<Storage>(z, shape.vocab, targets.token_ids[row]), temperature));
+    if (stores) store_stats(out, row, row_stats(softmax, chosen, temperature));
 }
 
 template <class Storage>
@@ -97,9 +96,7 @@ __global__ void GRPO_ONE_SWEEP logprobs_backward_kernel(Shape shape, Rows logits
                           saved.entropy[row], targets.temperature[row]};
     // In place, another thread may be ahead and have overwritten the target: only the one that sees its column uses its value.
     const bool is_valid = token_id >= 0 && token_id < shape.vocab, is_read = grad.a != 0.0f || grad.b != 0.0f;
-    const float chosen = !is_valid                       ? __uint_as_float(0x7fc00000u)
-                         : is_read && part.has(token_id) ? value_of<Storage>(z[token_id])
-                                                         : grad.max;
+    const float chosen = !is_valid ? NAN : is_read && part.has(token_id) ? value_of<Storage>(z[token_id]) : grad.max;
     const Exponential<float> exp(grad.temperature);
     write_gradient<Storage, false>(
         part, [&](int step) { return part.template load<false>(z, step); }, dz, token_id, grad.coefficients(chosen), exp);
@@ -158,7 +155,7 @@ __global__ void GRPO_ONE_SWEEP scale_kernel(Shape shape, Rows dlogits, const flo
     const Part<Storage> part(shape.vocab, 1, 0);
     auto* dz = row_at<Storage>(shape, dlogits, blockIdx.x);
     for (int step = 0; step < part.steps(); step++) {
-        float g[kPack];
+        float g[part.kPack];
         unpack<Storage>(part.template load<false>(dz, step), g);
         GRPO_UNROLL
         for (float& x : g) x *= by;
