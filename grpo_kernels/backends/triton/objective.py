@@ -147,7 +147,7 @@ def token_objective(
     logp, entropy, advantage, log_ratio, ref_logp, policy_weight, weight, entropy_weight, has_ref,
     objective, ratio_min, ratio_max, ratio_bound, delta, dual_clip, sapo_pos, sapo_neg, kl_estimator, max_log_ratio, beta,
 ):  # fmt: skip
-    one = weight * 0.0 + 1.0
+    one = tl.full(weight.shape, 1.0, tl.float32)
     log_ratio, dlog_ratio = hold(log_ratio, one, max_log_ratio)
     rho = tl.exp(log_ratio)
     drho = rho * dlog_ratio
