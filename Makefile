@@ -38,12 +38,12 @@ demo: $(call ready,trainer) ## train a small model from scratch, on the CPU, and
 
 # grpo-train and pytest as scripts: `python -m` would put this folder first on the path. Tests that start `python -m` themselves are
 # kept from it by PYTHONSAFEPATH (Python 3.11 on).
-PYTEST = PYTHONSAFEPATH=1 $(CUDACXX_OF_TESTS) $(BIN)/pytest
+PYTEST = PYTHONSAFEPATH=1 GRPO_KERNELS_VERL=$(CURDIR)/$(VENV)/verl $(CUDACXX_OF_TESTS) $(BIN)/pytest
 IN_PARALLEL = OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) --dist loadfile
 # GPU kernels on a CPU: Triton's interpreter, and the CUDA kernels as built by the target cuda-on-host
 EMULATED = TRITON_INTERPRET=1 GRPO_KERNELS_TEST_BACKENDS=triton,cuda_on_host GRPO_KERNELS_CUDA_ON_HOST=$$(ls $(CURDIR)/$(ON_HOST)/_cuda_on_host.*) $(IN_PARALLEL)
 
-test: $(call ready,test) ## build, install and test the wheel
+test: $(call ready,test) $(VENV)/verl ## build, install and test the wheel
 	$(IN_PARALLEL) -m 'not serial and not slow and not emulated' tests
 	$(PYTEST) -m 'serial and not slow and not emulated' tests
 	$(MAKE) test-emulated
@@ -51,7 +51,7 @@ test: $(call ready,test) ## build, install and test the wheel
 test-emulated: cuda-on-host ## the GPU kernels alone, in emulators on the CPU
 	$(EMULATED) -m 'emulated and not serial and not slow' tests
 
-test-all: cuda-on-host ## the tests that CI has no time for as well
+test-all: cuda-on-host $(VENV)/verl ## the tests that CI has no time for as well
 	$(IN_PARALLEL) -m 'not serial and not emulated' tests
 	$(PYTEST) -m 'serial and not emulated' tests
 	$(EMULATED) -m emulated tests
@@ -109,6 +109,12 @@ dist/.made-from-$(ID)-cuda dist/.made-from-$(ID)-cpu: $(VENV)/made-by-$(PYTHON_I
 $(VENV)/nvcc/%/nvcc: $(VENV)/made-by-$(PYTHON_ID) nvcc.txt
 	@rm -rf $(VENV)/nvcc
 	$(BIN)/pip install --no-deps --target $(VENV)/nvcc -r nvcc.txt
+	@touch $@
+
+# In a folder of its own: it asks for older versions than the other tests use. Empty where Python is one that verl does not take.
+$(VENV)/verl: tests/verl.txt $(VENV)/made-by-$(PYTHON_ID)
+	@rm -rf $@ && mkdir -p $@
+	$(BIN)/pip install --no-deps --target $@ -r tests/verl.txt
 	@touch $@
 
 # What is needed before anything is downloaded. pip and CMake would say the same, minutes later and in many more lines.

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ranks import on_every_rank
+from sweeps import Sweeps
 
 transformers = pytest.importorskip("transformers")
 
@@ -208,19 +208,6 @@ def test_the_trainer_evaluates(made: Any, tmp_path: Path) -> None:
     assert result["eval_loss"] == result["eval_loss"]
 
 
-class DtypeOfLogits(TorchDispatchMode):
-    """The dtype of what our operators read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[torch.dtype] = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if function.namespace == "grpo_kernels" and "loss_and_grad" in function.__name__:
-            self.seen.add(args[1].dtype)
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.fixture
 def accelerator() -> Iterator[Any]:
     state = pytest.importorskip("accelerate.state")
@@ -237,12 +224,12 @@ def accelerator() -> Iterator[Any]:
 
 def test_accelerate_and_bfloat16_stays_bfloat16(accelerator: Any, model: Any, made: Any) -> None:
     steps = [[rollout(0), rollout(1, torch.tensor([1, 6, 0, 2]))], [rollout(2), rollout(3)]]
-    with DtypeOfLogits() as dtypes:
+    with Sweeps() as sweeps:
         run(
             "Accelerate", model=model, optimizer=sgd(model.parameters()), accelerator=accelerator,
             steps=[[forward_of(batch) for batch in step] for step in steps],
         )  # fmt: skip
-    assert dtypes.seen == {torch.bfloat16}
+    assert sweeps.dtypes == {torch.bfloat16} and set(sweeps.counts) == {"loss_and_grad_", "scale_"}
     other = copy.deepcopy(made)
     optimizer = sgd(other.parameters())
     for step in steps:

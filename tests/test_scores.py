@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo_kernels as gk
 from grpo_kernels.scores import RowScores
+from sweeps import Sweeps
 
 SHAPES = [(5, 7), (2, 3, 1025), (1, 1, 1), (0, 5)]
 LOGP_BUDGET = {"atol": 3e-6, "rtol": 2e-7}
-
-
-class Sweeps(TorchDispatchMode):
-    """How often each operator of ours ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if function.namespace == "grpo_kernels":
-            self.counts[function.__name__.removesuffix(".default")] += 1
-        return function(*args, **(kwargs or {}))
 
 
 def made(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """verl's own functions, losses and engine, from the installed package, with ours in their place and without.
 
-verl pins versions of its dependencies that do not fit ours, but imports beside newer ones: CONTRIBUTING.md says how it is installed here.
+verl asks for versions of its dependencies that do not fit those of the other tests, but works beside newer ones: tests/verl.txt says how to
+install it, and `make test` does.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import oracle
-from test_scores import Sweeps
+import verl_folder
+from sweeps import Sweeps
 
-pytest.importorskip("verl", reason="verl is not installed: CONTRIBUTING.md says how")
+pytest.importorskip("verl", reason=f"verl is not in {verl_folder.FOLDER or 'this installation'}: tests/verl.txt says how it comes there")
 
 import verl
 from verl.trainer.ppo import core_algos
