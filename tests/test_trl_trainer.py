@@ -30,11 +30,11 @@ from trl_steps import DEFAULTS, GRID, LOSS_TYPES, OFF_POLICY, applicable, differ
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN_FALLBACKS = {"1.0.0": {"cast_lm_head_to_fp32", *(name for name in GRID if name.startswith("loss_type=luspo"))}}
-ROWS = [name for name in GRID if applicable(GRID[name])]
+ROWS = [name for name in GRID if applicable(GRID[name]) is not None]
 FROM_LOGITS = [name for name in ROWS if name in DEFAULTS or name in {f"loss_type={x}" for x in LOSS_TYPES}]
-# float32: of gradients 2e-5 (docs of the kernels' accuracy), which a second step carries on; half: a few roundings of bfloat16 in a matrix
-# product, which TRL rounds elsewhere.
-BOUND, HALF_BOUND = 5e-5, 2.0**-6
+# float32: 2e-5 of a gradient, which a second step carries on. bfloat16 products: each side rounds elsewhere, so this is a sanity bound of
+# eight roundings; how near to float32 each comes is a test of its own.
+BOUND, HALF_BOUND = 5e-5, 2.0**-5
 WORST = {"loss": 0.0, "metrics": 0.0, "parameters": 0.0}
 
 
@@ -83,6 +83,15 @@ def test_half_precision_reaches_the_kernels(loss_from: str, weights: torch.dtype
     """Of the policy and of the reference, whose forwards accelerate wraps: outputs become float32 there."""
     row = {"bf16": True, "beta": 0.1, **OFF_POLICY, "Rollout": True, "Dtype": weights}
     assert train(FusedGRPOTrainer, row, tmp_path, loss_from=loss_from).dtypes == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("loss_from", ["hidden_states", "logits"])
+def test_half_precision_is_as_near_to_float32_as_it_is_in_trl(loss_from: str, tmp_path: Path) -> None:
+    row = {"Rollout": True, "beta": 0.1, "loss_type": "grpo"}
+    exact, theirs = (train(trl.GRPOTrainer, row | {"bf16": half}, tmp_path) for half in (False, True))
+    ours = train(FusedGRPOTrainer, row | {"bf16": True}, tmp_path, loss_from=loss_from)
+    own, apart = (difference(exact, run) for run in (theirs, ours))
+    assert own.parameters > 1e-3 and apart.parameters <= 2 * own.parameters and apart.metrics <= 2 * own.metrics, (own, apart)
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------------------------

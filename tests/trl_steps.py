@@ -304,7 +304,7 @@ def main() -> None:
     gc.freeze()  # every run ends in a collection, of what the imports made too
     loss_from = sys.argv[1] if len(sys.argv) > 1 else "hidden_states"
     print("| configuration | path | loss | metrics | parameters |\n|---|---|---|---|---|")
-    for name in sys.argv[2:] or [name for name in GRID if applicable(GRID[name])]:
+    for name in sys.argv[2:] or [name for name in GRID if applicable(GRID[name]) is not None]:
         with tempfile.TemporaryDirectory() as folder:
             apart, path = steps_of(name, Path(folder), loss_from)
         print(f"| {name} | {path} | {apart.loss:.1e} | {apart.metrics:.1e} | {apart.parameters:.1e} |", flush=True)
