@@ -79,7 +79,8 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=options.vocab, hidden_size=options.width, intermediate_size=2 * options.width, num_hidden_layers=2,
-        num_attention_heads=14, num_key_value_heads=2, max_position_embeddings=PROMPT + options.length, bos_token_id=None, eos_token_id=options.vocab - 1,
+        num_attention_heads=14, num_key_value_heads=2,
+        max_position_embeddings=PROMPT + options.length, bos_token_id=None, eos_token_id=options.vocab - 1,
         pad_token_id=options.vocab - 1, tie_word_embeddings=True,
     )  # fmt: skip
 
