@@ -21,6 +21,7 @@ import torch
 pytest.importorskip("trl", reason="TRL is an extra")
 
 import trl
+from datasets import Dataset
 
 import ranks
 import trl_steps
@@ -205,6 +206,23 @@ def test_a_subclass_of_a_user_takes_the_mixin(tmp_path: Path) -> None:
     row = {"scale_rewards": "none"}
     theirs, ours = (train(x, row, tmp_path) for x in (Mine, MineFused))
     assert path_of(ours.calls) == "hidden states" and max(difference(theirs, ours)) <= BOUND
+
+
+def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
+    (block,) = re.findall(r"## TRL\n\n```py\n(.*?)```", (ROOT / "docs/trainers.md").read_text(), flags=re.DOTALL)
+    names: dict[str, Any] = {
+        "model": trl_steps.model_of(),
+        "reward_funcs": trl_steps.variety,
+        "args": trl.GRPOConfig(
+            str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_steps=1, per_device_train_batch_size=4, num_generations=2,
+            max_completion_length=4, save_strategy="no",
+        ),
+        "train_dataset": Dataset.from_dict({"prompt": ["w1 w2", "w3"] * 4}),
+        "tokenizer": trl_steps.tokenizer(),
+    }  # fmt: skip
+    with trl_steps.Calls() as calls:
+        exec(block, names)
+    assert path_of(calls.counts) == "hidden states" and names["trainer"].state.global_step == 1
 
 
 def test_importing_the_integration_imports_no_trl() -> None:
