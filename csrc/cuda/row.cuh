@@ -2,7 +2,8 @@
 // point composes these, so that a row's log-probability has the same bits whichever asked for it.
 //
 // Which thread sees which column, and when, follows from V, the dtype, the number of threads and of blocks, never from an address: a row
-// that does not start at 16 bytes takes narrower loads for the same mapping.
+// that does not start at 16 bytes takes narrower loads for the same mapping. Nor is it left to the compiler which product and sum become
+// one fused instruction, which might differ from kernel to kernel: the build says -fmad=false, and the loops say fmaf.
 #pragma once
 
 #include "cuda/storage.cuh"
@@ -154,7 +155,7 @@ __device__ void push(Softmax& softmax, const float (&z)[count], const Exponentia
     for (int i = 0; i < count; i++) {
         float exponent;
         e[i] = exp(z[i], softmax.max, exponent);
-        weighted[i % 2] += exponent * e[i];
+        weighted[i % 2] = fmaf(exponent, e[i], weighted[i % 2]);
     }
     softmax.sum.add(tree_sum<count>(e));
     softmax.weighted.add(weighted[0] + weighted[1]);
@@ -273,7 +274,7 @@ __device__ void write_gradient(const Part<Storage>& part, const Read& read, type
         for (int k = 0; k < kPack; k++) {
             float exponent;
             const float e = exp(z[k], c.max, exponent);
-            z[k] = e * (c.base + c.slope * exponent);
+            z[k] = e * fmaf(c.slope, exponent, c.base);
         }
         part.store(dlogits, step, pack_of<Storage>(z));
     }
