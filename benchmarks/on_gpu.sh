@@ -50,17 +50,18 @@ else
 fi
 
 STATUS=0 SUMMARY=()
-# phase NAME SECONDS COMMAND...: its output goes to NAME.log and to the screen, that of the build only its end
+# phase NAME SECONDS COMMAND...: its output goes to NAME.log and to the screen, that of the build only its end. Interrupted at its limit:
+# pytest then still says what failed.
 phase() {
   local name=$1 seconds=$2 start=$SECONDS status how=done
   shift 2
   echo "== $name"
   if [ "$name" = build ]; then
-    timeout --kill-after=10 "$seconds" "$@" >"$OUT/$name.log" 2>&1
+    timeout --signal=INT --kill-after=20 "$seconds" "$@" >"$OUT/$name.log" 2>&1
     status=$?
     tail -n 15 "$OUT/$name.log"
   else
-    timeout --kill-after=10 "$seconds" "$@" 2>&1 | tee "$OUT/$name.log"
+    timeout --signal=INT --kill-after=20 "$seconds" "$@" 2>&1 | tee "$OUT/$name.log"
     status=${PIPESTATUS[0]}
   fi
   case $status in
@@ -118,15 +119,15 @@ export -f run_pytest
 if wanted test; then
   export GRPO_KERNELS_TEST_BACKENDS=${BACKENDS// /,}
   if [ -n "$DRY" ]; then
-    phase gpu "${TEST_SECONDS:-120}" bash -c 'run_pytest "$ROOT/tests/test_gpu.py"'
-    phase suite "${TEST_SECONDS:-120}" bash -c 'run_pytest "$ROOT/tests/test_metrics.py"'
+    phase gpu "${TEST_SECONDS:-150}" bash -c 'run_pytest "$ROOT/tests/test_gpu.py"'
+    phase suite "${TEST_SECONDS:-150}" bash -c 'run_pytest "$ROOT/tests/test_metrics.py"'
   else
     workers=''
     if "$PYTHON" -c 'import xdist' 2>/dev/null; then workers="-n ${TEST_WORKERS:-8}"; fi
-    phase gpu "${TEST_SECONDS:-120}" bash -c 'run_pytest --maxfail 20 "$ROOT/tests/test_gpu.py"'
+    phase gpu "${TEST_SECONDS:-150}" bash -c 'run_pytest --maxfail 20 "$ROOT/tests/test_gpu.py"'
     # those that ask for a backend: others may need packages that are not there
     files=$(grep -lE '\bbackend[,:)]' "$ROOT"/tests/test_*.py | grep -v test_gpu.py | tr '\n' ' ')
-    phase suite "${TEST_SECONDS:-120}" bash -c "run_pytest $workers --maxfail 40 --continue-on-collection-errors -m gpu $files"
+    phase suite "${TEST_SECONDS:-150}" bash -c "run_pytest $workers --maxfail 40 --continue-on-collection-errors -m gpu $files"
   fi
 fi
 
