@@ -47,6 +47,7 @@ def test_float64_gradients_of_log_probs_and_entropy_are_the_derivatives(softcap:
         assert torch.autograd.gradcheck(lambda *leaves, pick=pick: pick(scored(p, leaves, **arguments)), leaves_of(p))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("upstream", [-3.0, 0.0, 0.37, torch.tensor(2.0, dtype=torch.float64)], ids=str)

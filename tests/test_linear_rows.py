@@ -117,6 +117,7 @@ def test_log_probs_without_grad_are_one_product_of_the_rows_that_matter(backend:
     assert multiplied == {"logits": int(mask.sum()) + few, "dweight": few}
 
 
+@pytest.mark.exhaustive
 def test_rows_that_leave_change_nothing(backend: str) -> None:
     """Which rows fill the places of those that leave is a matter of order: scattered, at the end, all, none."""
     for seed in range(6):
