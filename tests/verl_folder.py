@@ -9,5 +9,5 @@ from pathlib import Path
 
 FOLDER = os.environ.get("GRPO_KERNELS_VERL")
 if FOLDER and Path(FOLDER, "verl").is_dir():
-    sys.path.append(FOLDER)
+    sys.path.append(str(Path(FOLDER).resolve()))
     importlib.import_module("verl")
