@@ -221,24 +221,24 @@ def test_an_active_id_outside_the_vocabulary_is_named(backend: str, mode: str, d
         run(inputs, backend, mode)
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("constant", [1e6, -1e6, 65536.0])
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0, 10.0])
-def test_a_constant_added_to_a_row_changes_nothing(backend: str, constant: float, temperature: float) -> None:
-    inputs = batch(6, (4, 6, 1025), temperature=temperature) | {"beta": 0.1, "entropy_coef": 0.1}
+def test_a_constant_added_to_a_row_changes_nothing(backend: str, constant: float, temperature: float, mode: str) -> None:
+    inputs = batch(6, (2, 6, 1025), temperature=temperature) | {"beta": 0.1, "entropy_coef": 0.1}
     inputs["logits"] = (inputs["logits"] * 16).round().clamp(-400, 400) / 16  # sixteenths: the sum with 1e6 is exact
     shifted = inputs | {"logits": inputs["logits"] + constant}
     assert torch.equal(shifted["logits"] - constant, inputs["logits"])
-    for mode in MODES:
-        want, got = run(inputs, backend, mode), run(shifted, backend, mode)
-        for name in ("logps", "entropy", "loss"):
-            torch.testing.assert_close(getattr(got.output, name), getattr(want.output, name), rtol=0, atol=1e-6)
-        torch.testing.assert_close(got.dlogits, want.dlogits, rtol=1e-6, atol=1e-8)
+    want, got = run(inputs, backend, mode), run(shifted, backend, mode)
+    for name in ("logps", "entropy", "loss"):
+        torch.testing.assert_close(getattr(got.output, name), getattr(want.output, name), rtol=0, atol=1e-6)
+    torch.testing.assert_close(got.dlogits, want.dlogits, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e-2, 30.0, 1e4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_extreme_temperatures_are_within_budget(backend: str, dtype: torch.dtype, temperature: float) -> None:
-    inputs = batch(7, (3, 6, 1025), dtype, temperature=temperature) | {"entropy_coef": 0.1}
+    inputs = batch(7, (1, 12, 1025), dtype, temperature=temperature) | {"entropy_coef": 0.1}
     for mode in ("default", "one_pass"):
         assert_matches(run(inputs, backend, mode), inputs, mode)
 
