@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels.head import GRPOHead, HeadCall, LowRank
+from grpo_kernels.logprobs import LogprobsOutput
+from grpo_kernels.options import GRPOLossOutput
 
 __all__ = ["fuse_lm_head", "unfuse_lm_head"]
 
@@ -133,6 +135,8 @@ def _is_fused(model: Any) -> bool:
 
 
 def _fused_forward(model: Any) -> Callable[..., Any]:
+    first_call = torch.compiler.disable(_first_call)  # here, since torch imports its compiler for it
+
     def forward(self: Any, *args: Any, lm_head_fn: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
         if lm_head_fn is None:
             return _forward(self, *args, **kwargs)
@@ -142,7 +146,7 @@ def _fused_forward(model: Any) -> Callable[..., Any]:
         head, low_rank = _active_head(outer)
         kwargs["return_dict"] = True
         if head.logit_scale is None:
-            return _first_call(self, outer, head, HeadCall(lm_head_fn, low_rank), args, kwargs)
+            return first_call(self, outer, head, HeadCall(lm_head_fn, low_rank), args, kwargs)
         call = HeadCall(lm_head_fn, low_rank)
         output = _with_call(outer, head, call, functools.partial(_forward, self, *args, **kwargs))
         return _joined(output, call)
@@ -177,7 +181,6 @@ def _with_call(outer: Any, head: GRPOHead, call: HeadCall, act: Callable[[], Any
 # --- what the model does to logits after the head ---------------------------------------------------------------------------------------
 
 
-@torch.compiler.disable
 def _first_call(model: Any, outer: Any, head: GRPOHead, call: HeadCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The model's forward once with known numbers as logits, then the head with the hidden states that it saw."""
     stand_in = _known_logits(head.weight)
@@ -185,6 +188,8 @@ def _first_call(model: Any, outer: Any, head: GRPOHead, call: HeadCall, args: tu
     output = _with_call(outer, head, looking, functools.partial(_forward, model, *args, **kwargs))
     head.logit_scale, head.logit_softcap = _measured(stand_in, output.logits, looking.stand_in)
     _with_call(outer, head, call, functools.partial(outer, looking.hidden_states))
+    for result in (GRPOLossOutput, LogprobsOutput):  # now, since a compiler cannot make the class that it meets first
+        _output_type(type(output), result._fields)
     return _joined(output, call)
 
 
@@ -269,7 +274,6 @@ def _output_type(base: type, names: tuple[str, ...]) -> Any:
     return _new_output_type(base, names) if found is None else found
 
 
-@torch.compiler.disable
 def _new_output_type(base: type, names: tuple[str, ...]) -> Any:
     if not dataclasses.is_dataclass(base) or not issubclass(base, dict):
         raise TypeError(f"model: expected its forward to return a ModelOutput, got {base.__name__}")

@@ -26,6 +26,7 @@ from causal_models import batch, by_head, by_logits, close, gradients, loss_fn, 
 
 pytestmark = pytest.mark.serial
 
+fsdp_runs_here = pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="this torch's FSDP2 runs on a GPU only")
 RANKS, ROWS = 2, 4
 # The counts of the whole batch, as a trainer passes them that averages gradients over ranks.
 LOSSES: dict[str, dict[str, Any]] = {

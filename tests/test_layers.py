@@ -22,7 +22,7 @@ ARROWS: dict[str, set[str]] = {
     "whole": {"batch", "chunked", "products", "objective", "sequence", "options", "rows", "backends"},
     "chunked": {"products", "ops", "backends"},
     "products": set(),
-    "fuse": {"head"},
+    "fuse": {"head", "logprobs", "options"},
     "head": set(),
     "batch": {"objective", "sequence", "weights", "options", "checks", "rows", "ops"},
     "one_pass": {"objective", "options", "rows", "ops"},
