@@ -77,7 +77,7 @@ def fuse_lm_head(model: Any) -> Any:
                 f"model: expected its output embeddings to be a torch.nn.Linear, got {type(module).__name__}"
                 + ("; fuse before sharding" if isinstance(module, nn.Linear) else "")
             )
-        module.__class__ = GRPOHead  # the same module: its Parameter stays tied, its hooks stay on
+        _become(module, GRPOHead)
     if not _is_fused(model):
         if "forward" in vars(model):  # another patch. On the model, so that a copy of the model has its own
             model._forward_before_fusion = model.forward
@@ -108,7 +108,7 @@ def unfuse_lm_head(model: Any) -> Any:
         model.forward = before
     for module in _linears(model.get_output_embeddings()):
         if type(module) is GRPOHead:
-            module.__class__ = nn.Linear  # type: ignore[assignment]
+            _become(module, nn.Linear)
             for name in ("logit_scale", "logit_softcap"):
                 vars(module).pop(name, None)
     return model
@@ -132,6 +132,13 @@ def _is_fused(model: Any) -> bool:
             "(accelerate: unwrap_model(model, keep_fp32_wrapper=False))"
         )
     return fused is not None
+
+
+def _become(module: Any, kind: type[nn.Linear]) -> None:
+    """Of another class, but the same module: its Parameter stays tied, its hooks stay on."""
+    module.__class__ = kind
+    if "_old_forward" in vars(module):  # accelerate's device hooks call the forward that they found
+        module._old_forward = types.MethodType(kind.forward, module)
 
 
 def _fused_forward(model: Any) -> Callable[..., Any]:

@@ -81,7 +81,7 @@ class GRPOHead(nn.Linear):
         if call.fn is None:
             call.hidden_states = hidden_states
             return call.stand_in
-        return call.carry(self._compute(hidden_states, call.fn, call.low_rank))
+        return call.carry(self._compute(hidden_states, call.fn, call.low_rank), hidden_states)
 
     def _compute(self, hidden: Tensor, fn: Callable[..., Any], low_rank: Sequence[LowRank]) -> Any:
         bound = getattr(fn, "keywords", {})
@@ -134,14 +134,14 @@ class HeadCall:
         self.carrier: Tensor | None = None
         self._fields: dict[str, Any] = {}
 
-    def carry(self, result: Any) -> Tensor:
+    def carry(self, result: Any, like: Tensor) -> Tensor:
         if not hasattr(result, "_asdict"):
             raise TypeError(f"lm_head_fn: expected a function that returns a NamedTuple of tensors, got {type(result).__name__}")
         self._fields = result._asdict()
         leaving = [x.reshape(1, 1, -1) for x in self._fields.values() if _differentiable(x)]
         # (1, 1, n), so that a model may slice positions and map values as it does with logits; never a view, which an in-place operation
         # of its would cut off the hooks
-        self.carrier = torch.cat(leaving, -1) if leaving else torch.empty(1, 1, 0)
+        self.carrier = torch.cat(leaving, -1) if leaving else like.new_empty(1, 1, 0)
         return self.carrier
 
     def fields(self) -> dict[str, Any]:

@@ -468,6 +468,28 @@ def test_accelerate_makes_no_float32_copy_of_anything_large() -> None:
     assert type(llama.lm_head) is nn.Linear
 
 
+def test_device_hooks_of_accelerate_stay_on(llama: Any) -> None:
+    """A model spread by device_map has hooks that took the place of its modules' forwards."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    inputs, moved = batch(), []
+
+    class Hook(hooks.ModelHook):
+        def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+            moved.append(module)
+            return args, kwargs
+
+    hooks.add_hook_to_module(llama.lm_head, Hook())
+    _, expected, wanted = by_logits(llama, inputs)
+    gk.fuse_lm_head(llama)
+    by_head(llama, inputs)
+    fused, got = by_head(llama, inputs)
+    same(fused, expected)
+    close(got, wanted)
+    gk.unfuse_lm_head(llama)
+    torch.testing.assert_close(by_logits(llama, inputs)[1].loss, expected.loss)
+    assert moved == [llama.lm_head] * 5  # the first fused call calls the head twice
+
+
 @pytest.fixture
 def counter() -> Iterator[Any]:
     if not hasattr(torch.compiler, "is_exporting"):
