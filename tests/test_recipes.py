@@ -249,6 +249,7 @@ def inputs_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.serial
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6 has no FSDP2 on a CPU")
 def test_fsdp2_on_two_ranks_is_one_process_with_everything(made: Any, tmp_path: Path) -> None:
     # unequal in every way: one rank has few tokens, and a micro-batch without any
     shards = [
