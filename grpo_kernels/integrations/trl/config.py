@@ -40,7 +40,7 @@ SUPPORTED_VERSIONS = {
         falls_back={
             "use_liger_kernel": "it replaces the loss there",
             "loss_type=luspo": "that version weighs padding too",
-            "cast_lm_head_to_fp32": "that version rounds the log-probs of half-precision models elsewhere",
+            "cast_lm_head_to_fp32": "autocast takes the head back to half precision there",
         },
     ),
     "1.16.0": Semantics(windowed_count=True, global_metrics=True, router_loss=True, falls_back={}),

@@ -60,6 +60,8 @@ class FusedGRPOMixin(Trainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         if self._left_to_trl or self._has_images(inputs):
             return super()._compute_loss(model, inputs)
+        if inputs["advantages"].shape[1:] == (1,):  # a subclass's, which TRL would broadcast
+            inputs = {**inputs, "advantages": inputs["advantages"][:, 0]}
         ids, mask = inputs["completion_ids"], inputs["completion_mask"] * inputs.get("tool_mask", 1)
         options: dict[str, Any] = {
             **options_of(self, self._semantics, inputs),
