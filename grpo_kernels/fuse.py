@@ -193,7 +193,7 @@ def _first_call(model: Any, outer: Any, head: GRPOHead, call: HeadCall, args: tu
     stand_in = _known_logits(head.weight)
     looking = HeadCall(None, call.low_rank, stand_in.clone())
     output = _with_call(outer, head, looking, functools.partial(_forward, model, *args, **kwargs))
-    head.logit_scale, head.logit_softcap = _measured(stand_in, output.logits, looking.stand_in)
+    head.logit_scale, head.logit_softcap = _measured(stand_in, getattr(output, "logits", None), looking.stand_in)
     _with_call(outer, head, call, functools.partial(outer, looking.hidden_states))
     for result in (GRPOLossOutput, LogprobsOutput):  # now, since a compiler cannot make the class that it meets first
         _output_type(type(output), result._fields)
