@@ -57,6 +57,7 @@ class Sweep:
         self._hidden_needed = active if active is not None and captured(hidden.device) else None
         self._head, self._options = (weight, bias), options
         self._count = token_ids.numel()
+        self._wanted = dhidden is not None or bool(dweight) or dbias is not None
 
     def pieces(self, chosen: Tensor | None) -> list[Rows]:
         """Chunks of even size: of all tokens, or of the chosen ones."""
@@ -81,7 +82,7 @@ class Sweep:
                 hidden = torch.where(take(self._hidden_needed, rows)[0, :, None] != 0, hidden, 0)
             logits = head.logits(hidden)
             live = visit(logits[None], rows, head)
-            if not (self._dhidden is not None or self._dweight or self._dbias is not None):
+            if not self._wanted:
                 continue
             head.uncap_(logits)
             dlogits, kept = _squeezed(logits, live)
@@ -152,7 +153,8 @@ def _logprobs(backend: str, *values: Any) -> None:
         put(entropy, rows, entropies)
 
     if chosen is not None:
-        logps.zero_(), entropy.zero_()
+        logps.zero_()
+        entropy.zero_()
     sweep.run(sweep.pieces(chosen), visit)
 
 
@@ -164,7 +166,7 @@ def _logprobs_backward(backend: str, *values: Any) -> None:
     kernels, chosen, sweep = _start(backend, (*values[:4], needed.to(torch.uint8), temperature), options, dhidden, dweight, dbias)
 
     def visit(logits: Tensor, rows: Rows, head: Head) -> None:
-        # The statistics again, since a product of other rows may have been rounded otherwise: 2 % of the time of the products.
+        # The statistics again, for one more read: those of the forward may be of logits that a product of other rows rounded otherwise.
         mask = None if chosen is not None else active
         _, *stats = _score(kernels, logits, token_ids, mask, temperature, rows, head)
         ids, active_, taus = take(token_ids, rows), take(mask, rows), head.temperature(take(temperature, rows))

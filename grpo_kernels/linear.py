@@ -28,10 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["fused_linear_grpo_loss", "fused_linear_logprobs"]
 
-# The buffer of logits, and the most rows of it. A GPU needs 2,048 rows and more for products at full speed; a CPU is at it from 512 on.
-BUFFER_BYTES = {"cpu": 160 << 20}
-MOST_ROWS = {"cpu": 1024}
-GPU_BUFFER_BYTES, GPU_MOST_ROWS = 1 << 30, 4096
+# The buffer of logits in bytes, and its most rows. A GPU needs 2,048 rows and more for products at full speed; a CPU 512: at 256 the sum
+# of dW is added to so often that it shows.
+CPU_BUFFER, GPU_BUFFER = (160 << 20, 1024), (1 << 30, 4096)
 
 
 def fused_linear_grpo_loss(
@@ -86,13 +85,16 @@ def fused_linear_grpo_loss(
     Losses of whole sequences (importance_sampling_level "sequence" or "sequence_token", vespo) take three products where chunk_size holds
     the longest sequence, masked tokens not counted; else, and inside torch.compile, two sweeps and four.
 
+    `logps` have the bits of `fused_linear_logprobs` where the products run over the same chunks: the same mask and chunk_size, a loss without
+    whole sequences. Products over other rows may round otherwise, so that a ratio on policy is 1 to that rounding; old_logps=None makes it 1.
+
     Choosing rows by value waits for the device: on a GPU once a call for the mask and once a chunk, but not while a CUDA graph is captured,
     when all rows are multiplied.
 
     Returns:
         GRPOLossOutput(loss, policy_loss, logps, entropy, kl, clipped): `loss` differentiable in hidden_states, lm_head_weight and bias. The
-        gradients are made in the forward and handed over in the first backward; one backward only. A GradScaler's factor belongs in
-        loss_scale: float16 gradients of the logits are rounded before the scaler multiplies.
+        gradients are made in the forward (under no_grad: none, and one product) and handed over in the first backward; one backward only.
+        A GradScaler's factor belongs in loss_scale: float16 gradients of the logits are rounded before the scaler multiplies.
 
     Raises:
         ValueError, TypeError: wrong shapes, dtypes, devices, ranges, an unknown option, beta > 0 without ref_logps; before any product.
@@ -204,8 +206,9 @@ def _head_options(
     logits_dtype = logits_dtype or product
     if chunk_size is None:
         bytes_a_row = len(weight) * (logits_dtype.itemsize * (1 + (softcap is not None)) + product.itemsize * (product != logits_dtype))
-        most = BUFFER_BYTES.get(kind, GPU_BUFFER_BYTES) // bytes_a_row
-        chunk_size = max(1, min(most // 64 * 64 or most, MOST_ROWS.get(kind, GPU_MOST_ROWS)))
+        size, most = CPU_BUFFER if kind == "cpu" else GPU_BUFFER
+        fitting = size // bytes_a_row
+        chunk_size = max(1, min(fitting // 64 * 64 or fitting, most))
     elif isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
         raise ValueError(f"chunk_size: expected an integer >= 1 or None, got {chunk_size!r}")
     return HeadOptions(float(scale), None if softcap is None else float(softcap), chunk_size, logits_dtype, product)
@@ -224,10 +227,10 @@ def _wanted(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> _Wanted:
 
 
 def _empty_gradients(
-    wanted: _Wanted, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: HeadOptions, rows: int
+    wanted: _Wanted, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: HeadOptions, chunks: int
 ) -> tuple[Tensor | None, list[Tensor], Tensor | None]:
     dhidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if wanted.hidden else None
-    dweight = empty_dweight(weight, head, rows) if wanted.weight else []
+    dweight = empty_dweight(weight, head.product_dtype, chunks) if wanted.weight else []
     dbias = torch.empty_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32)) if wanted.bias and bias is not None else None
     return dhidden, dweight, dbias
 
@@ -237,7 +240,7 @@ class _LinearLoss(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, wanted, ids, active, temperature, params, head, whole, origins, backend, *inputs):  # type: ignore[no-untyped-def]
         logps, entropy = torch.empty_like(temperature), torch.empty_like(temperature)
         loss, policy_loss, kl, clipped = empty_outputs(logps)
-        dhidden, dweight, dbias = _empty_gradients(wanted, hidden, weight, bias, head, ids.numel())
+        dhidden, dweight, dbias = _empty_gradients(wanted, hidden, weight, bias, head, len(whole.chunks) if whole else head.chunks(ids))
         rows = (hidden, weight, bias, ids, active, temperature)
         outputs = (logps, entropy, loss, policy_loss, kl, clipped, dhidden, dweight, dbias)
         if whole is None:
@@ -295,7 +298,8 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden, weight, bias, ids, active, temperature, logps = ctx.saved_tensors
         dlogps = torch.zeros_like(logps) if dlogps is None else dlogps.contiguous()
         dentropy = None if dentropy is None else dentropy.contiguous()
-        dhidden, dweight, dbias = _empty_gradients(_Wanted(*ctx.needs_input_grad[:3]), hidden, weight, bias, ctx.head, ids.numel())
+        wanted = _Wanted(*ctx.needs_input_grad[:3])
+        dhidden, dweight, dbias = _empty_gradients(wanted, hidden, weight, bias, ctx.head, ctx.head.chunks(ids))
         chunked.linear_logprobs_backward(
             ctx.backend, hidden.detach(), weight.detach(), bias if bias is None else bias.detach(), ids, active, temperature, *ctx.head,
             logps.detach(), dlogps.detach(), dentropy if dentropy is None else dentropy.detach(), dhidden, dweight, dbias,

@@ -26,6 +26,10 @@ class HeadOptions(NamedTuple):
     logits_dtype: torch.dtype
     product_dtype: torch.dtype  # what the products read: weight, hidden states and the gradient of the logits
 
+    def chunks(self, token_ids: Tensor) -> int:
+        """How many there are of these tokens, at most."""
+        return -(-token_ids.numel() // self.chunk_size)
+
 
 class Head:
     """A head's weight (V, D) and bias (V,), with a buffer for the logits of at most `rows` rows."""
@@ -68,14 +72,14 @@ class Head:
         return torch.mm(dlogits, self.weight) if out is None or out.dtype != dlogits.dtype else torch.mm(dlogits, self.weight, out=out)
 
 
-def empty_dweight(weight: Tensor, options: HeadOptions, rows: int) -> list[Tensor]:
+def empty_dweight(weight: Tensor, product_dtype: torch.dtype, chunks: int) -> list[Tensor]:
     """Memory for dW (V, D), in parts of consecutive rows of it: float32, but where so few chunks add up that none is needed.
 
     One chunk's product is rounded once anyway; of two on a CPU, the sum is rounded where it would be in the end.
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
-    alone = options.product_dtype == weight.dtype and rows <= options.chunk_size * (2 if weight.device.type == "cpu" else 1)
-    if wide == weight.dtype or alone:
+    few = product_dtype == weight.dtype and chunks <= (2 if weight.device.type == "cpu" else 1)
+    if wide == weight.dtype or few:
         return [torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)]
     in_parts = weight.device.type == "cpu" and not torch.compiler.is_compiling()
     size = max(1, PART_BYTES // (4 * weight.shape[1])) if in_parts else len(weight)

@@ -122,7 +122,7 @@ def test_options_are_declared_once_with_the_documented_defaults():
     assert [name for name in DEFAULTS if not re.search(rf"^    .*\b{name}\b.*:", documented, re.MULTILINE)] == []
 
 
-@pytest.mark.parametrize("function", [gk.fused_grpo_loss, gk.grpo_loss])
+@pytest.mark.parametrize("function", [gk.fused_grpo_loss, gk.grpo_loss, gk.fused_linear_grpo_loss])
 def test_every_argument_of_a_loss_is_documented(function):
     names = [name for name in inspect.signature(function).parameters if name != "options"]
     documented = function.__doc__ + (gk.fused_grpo_loss.__doc__ if "as `fused_grpo_loss`" in function.__doc__ else "")

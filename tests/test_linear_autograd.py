@@ -32,7 +32,7 @@ def loss_of(p: Problem, leaves: tuple[Tensor, ...], backend: str | None = None, 
 
 
 def scored(p: Problem, leaves: tuple[Tensor, ...], backend: str | None = None, **changed: Any) -> gk.LogprobsOutput:
-    arguments = {"chunk_size": 5, "mask": p.arguments["completion_mask"]} | changed
+    arguments = {"chunk_size": 5, "mask": p.arguments["completion_mask"], **changed}
     return gk.fused_linear_logprobs(leaves[0], leaves[1], p.arguments["completion_ids"], bias=leaves[2], **arguments, backend=backend)
 
 
