@@ -137,30 +137,39 @@ def test_an_impossible_chosen_token_leaves_loss_and_gradient_finite(backend: str
         assert (leaf.grad[1] != 0).all()
 
 
+PENALTIES = {
+    "none": {},
+    "k3": {"kl_estimator": "k3", "beta": 0.1},
+    "corrected": {"kl_estimator": "k3", "kl_bias_correction": True, "beta": 0.1},
+}
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("penalty", PENALTIES)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @pytest.mark.parametrize("bad", ["NaN", "+inf", "all -inf"])
-def test_a_degenerate_row_spoils_its_own_sequence_at_most(backend: str, bad: str, loss_type: str, level: str) -> None:
-    for penalty in ({}, {"kl_estimator": "k3", "beta": 0.1}, {"kl_estimator": "k3", "kl_bias_correction": True, "beta": 0.1}):
-        inputs = batch(f"degenerate {loss_type} {level}", torch.float32, options_of(loss_type, level, **penalty))
-        spoiled = inputs | {"logits": inputs["logits"].clone()}
-        row = spoiled["logits"][3, 0]
-        row[:] = torch.where(torch.arange(len(row)) == 5, math.nan, row) if bad == "NaN" else row
-        row[5] = math.inf if bad == "+inf" else row[5]
-        row[:] = -math.inf if bad == "all -inf" else row
-        if inputs["advantages"].dim() == 1:  # also where the advantage is 0
-            spoiled["advantages"] = inputs["advantages"] = inputs["advantages"] * (torch.arange(len(inputs["advantages"])) != 3)
-        for layout in ("padded", "packed"):
-            healthy, got = (answer(x, layout, "default", backend) for x in (inputs, spoiled))
-            assert got.output.loss.isnan() and got.output.logps[3, 0].isnan() and got.output.entropy[3, 0].isnan()
-            assert got.dlogits[3, 0].isnan().all()
-            if level != "token" and loss_type not in ("vespo", "reinforce"):
-                active = inputs["completion_mask"][3]
-                assert got.dlogits[3][active].isnan().all() and (got.dlogits[3][~active] == 0).all()
-            others = torch.arange(len(got.dlogits)) != 3
-            assert same_bits(got.dlogits[others], healthy.dlogits[others])
-            for name in ("logps", "entropy", "kl", "clipped"):
-                assert same_bits(getattr(got.output, name)[others], getattr(healthy.output, name)[others]), name
+def test_a_degenerate_row_spoils_its_own_sequence_at_most(
+    backend: str, bad: str, loss_type: str, level: str, penalty: str, layout: str
+) -> None:
+    inputs = batch(f"degenerate {loss_type} {level}", torch.float32, options_of(loss_type, level, **PENALTIES[penalty]))
+    spoiled = inputs | {"logits": inputs["logits"].clone()}
+    row = spoiled["logits"][3, 0]
+    row[:] = torch.where(torch.arange(len(row)) == 5, math.nan, row) if bad == "NaN" else row
+    row[5] = math.inf if bad == "+inf" else row[5]
+    row[:] = -math.inf if bad == "all -inf" else row
+    if inputs["advantages"].dim() == 1:  # also where the advantage is 0
+        spoiled["advantages"] = inputs["advantages"] = inputs["advantages"] * (torch.arange(len(inputs["advantages"])) != 3)
+    healthy, got = (answer(x, layout, "default", backend) for x in (inputs, spoiled))
+    assert got.output.loss.isnan() and got.output.logps[3, 0].isnan() and got.output.entropy[3, 0].isnan()
+    assert got.dlogits[3, 0].isnan().all()
+    if level != "token" and loss_type not in ("vespo", "reinforce"):
+        active = inputs["completion_mask"][3]
+        assert got.dlogits[3][active].isnan().all() and (got.dlogits[3][~active] == 0).all()
+    others = torch.arange(len(got.dlogits)) != 3
+    assert same_bits(got.dlogits[others], healthy.dlogits[others])
+    for name in ("logps", "entropy", "kl", "clipped"):
+        assert same_bits(getattr(got.output, name)[others], getattr(healthy.output, name)[others]), name
 
 
 def test_a_weight_of_vespo_that_is_not_finite_is_0(backend: str) -> None:

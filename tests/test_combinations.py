@@ -49,12 +49,15 @@ def needs_two_sweeps(loss_type: str, level: str) -> bool:
 def test_every_combination_is_within_budget_of_float64(backend: str, loss_type: str, level: str, penalty: str | None) -> None:
     half = torch.bfloat16 if penalty in (None, "k3", "abs") else torch.float16
     modes = [mode for mode in MODES if not ("one_pass" in mode and needs_two_sweeps(loss_type, level))]
+    number = LOSS_TYPES.index(loss_type) + 2 * LEVELS.index(level) + 3 * PENALTIES.index(penalty)
     for dtype in (torch.float32, half):
         inputs, want = case(loss_type, level, penalty, dtype)
         assert (want.dlogits != 0).any()
         for (i, mode), (j, layout) in itertools.product(enumerate(modes), enumerate(LAYOUTS)):
-            if (dtype == half or backend in EMULATED) and i != j % len(modes):
+            if dtype == half and i != j % len(modes):
                 continue  # the arithmetic is that of float32; what differs is one load and one store
+            if backend in EMULATED and (i, j) != (number % len(modes), number % len(LAYOUTS)):
+                continue
             upstream = (1.0, 0.37)[j % 2]
             name = f"{backend}, {loss_type}, {level}, {penalty}, {mode}, {layout}, {dtype}"
             try:
