@@ -85,8 +85,8 @@ def fused_linear_grpo_loss(
     Losses of whole sequences (importance_sampling_level "sequence" or "sequence_token", vespo) take three products where chunk_size holds
     the longest sequence, masked tokens not counted; else, and inside torch.compile, two sweeps and four.
 
-    `logps` have the bits of `fused_linear_logprobs` where the products run over the same chunks: the same mask and chunk_size, a loss without
-    whole sequences. Products over other rows may round otherwise, so that a ratio on policy is 1 to that rounding; old_logps=None makes it 1.
+    `logps` have the bits of `fused_linear_logprobs` where the products run over the same chunks: the same mask and chunk_size, a loss of
+    single tokens. Products over other rows may round otherwise, so that a ratio on policy is 1 to that rounding; old_logps=None makes it 1.
 
     Choosing rows by value waits for the device: on a GPU once a call for the mask and once a chunk, but not while a CUDA graph is captured,
     when all rows are multiplied.

@@ -219,6 +219,15 @@ def test_dweight_adds_chunks_up_in_float32(backend: str, dtype: torch.dtype, chu
         assert (running.double() - want[0, 0]).abs() > budget[0, 0], "a half-precision sum would pass this test"
 
 
+def test_three_chunks_of_whole_sequences_add_up_in_float32(backend: str) -> None:
+    """Of two tokens each, where two chunks of three rows would hold six tokens: 256 + 1 + 1, of which bfloat16 would lose both ones."""
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16).requires_grad_()
+    options = {"importance_sampling_level": "sequence", "token_weights": torch.ones(3, 2), "chunk_size": 3, "backend": backend}
+    ids, advantages = torch.zeros(3, 2, dtype=torch.int64), torch.tensor([256.0, 1.0, 1.0])
+    gk.fused_linear_grpo_loss(torch.ones(3, 2, 1, dtype=torch.bfloat16), weight, ids, advantages, **options).loss.backward()
+    assert weight.grad.flatten().tolist() == [-258.0, 258.0]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_float32_logits_are_not_rounded(backend: str, dtype: torch.dtype) -> None:
     """4 + 1/128 has more bits than bfloat16 keeps, 4 + 1/4096 than float16 does."""
