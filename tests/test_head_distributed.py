@@ -126,7 +126,8 @@ def test_casts_of_fsdp_do_not_reach_the_log_probs(tmp_path: Path) -> None:
 
 
 def lora(model: Any) -> Any:
-    peft = pytest.importorskip("peft", reason="peft is an extra")
+    import peft
+
     torch.manual_seed(1)
     config = peft.LoraConfig(target_modules=["q_proj", "lm_head"], r=2, lora_alpha=8, init_lora_weights=False)
     return peft.get_peft_model(model, config)
@@ -136,6 +137,7 @@ def lora(model: Any) -> Any:
     "wrapper", ["ddp", pytest.param("fsdp", marks=fsdp_runs_here), pytest.param("fsdp, head alone", marks=fsdp_runs_here)]
 )
 def test_an_adapter_of_the_head_has_the_gradients_of_one_process(wrapper: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is an extra")
     options = LOSSES["dapo"]
 
     def act(rank: int, group: dist.ProcessGroup) -> Any:
