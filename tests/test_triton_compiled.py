@@ -1,0 +1,139 @@
+"""The Triton kernels as the compiler leaves them, for every architecture that is claimed, without a GPU. tests/triton_compiled.py builds
+and reads them, in a process of its own that has no interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is an extra")
+
+ROOT = Path(__file__).resolve().parents[1]
+OVER_LOGITS = ("logprobs_forward", "logprobs_backward", "loss_and_grad", "scale")
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+REGISTERS = 128  # of 65,536 for the 512 threads of a row's program: one program always fits
+# Sweeps in a kernel's code that load, and that store: fill_row stands in the backward and in the one pass once, beside the gradient.
+LOADS = {"logprobs_forward": 1, "logprobs_backward": 1, "loss_and_grad": 2, "scale": 1}
+STORES = {"logprobs_forward": 0, "logprobs_backward": 2, "loss_and_grad": 2, "scale": 1}
+
+
+def without_interpreter(*arguments: str) -> str:
+    """What a Python without TRITON_INTERPRET prints."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / "tests"), environment.get("PYTHONPATH"))))
+    result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, cwd=ROOT / "tests")
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@cache
+def figures() -> list[dict[str, Any]]:
+    return json.loads(without_interpreter("triton_compiled.py"))
+
+
+def over_logits(rows: str) -> list[dict[str, Any]]:
+    return [x for x in figures() if x["kernel"] in OVER_LOGITS and x["rows"] == rows]
+
+
+def moves_whole_vectors(x: dict[str, Any]) -> bool:
+    """Every sweep's access is 16 bytes wide; what is narrower is an argument of a row's own, the chosen logit or its gradient."""
+    element = str(ITEMSIZE[x["dtype"]])
+    repeat, chosen = x["constants"]["REPEAT"], int(x["kernel"] != "scale")
+    return (
+        x["loads"].get("16", 0) == repeat * LOADS[x["kernel"]]
+        and x["stores"].get("16", 0) == repeat * STORES[x["kernel"]]
+        and (element == "4" or (x["loads"].get(element, 0) == chosen and x["stores"].get(element, 0) <= chosen))
+        and sum(x["loads"].values()) - x["loads"].get("16", 0) <= 12
+    )
+
+
+def test_every_kernel_compiles_for_every_architecture_and_dtype() -> None:
+    built = {(x["kernel"], x["dtype"], x["rows"], x["architecture"]) for x in figures()}
+    for architecture in (80, 90, 100):
+        for kernel in OVER_LOGITS:
+            for dtype in ITEMSIZE:
+                assert {(kernel, dtype, rows, architecture) for rows in ("aligned", "unaligned")} <= built
+        assert {kernel for kernel, _, _, a in built if a == architecture} > {"objective", "normalise", "sum_of_later_steps"}
+
+
+def test_no_kernel_spills_or_touches_local_memory() -> None:
+    for x in figures():
+        assert (x["stack"], x["local"], x["local_accesses"]) == (0, 0, 0), x
+
+
+def test_registers_and_shared_memory_are_within_budget() -> None:
+    for x in figures():
+        assert x["registers"] <= REGISTERS, x
+        assert x["shared"] <= 256, x  # lanes are merged through it, once a row
+
+
+def test_aligned_rows_are_loaded_and_stored_16_bytes_at_a_time() -> None:
+    assert len(over_logits("aligned")) == 36
+    for x in over_logits("aligned"):
+        assert moves_whole_vectors(x), x
+
+
+def test_the_check_of_widths_finds_rows_without_the_hint() -> None:
+    assert len(over_logits("unaligned")) == 36
+    for x in over_logits("unaligned"):
+        assert not moves_whole_vectors(x), x
+        assert "16" not in x["loads"] and "16" not in x["stores"], x  # such an address is a fault
+
+
+def test_a_tile_costs_one_exponential_more_than_it_has_logits() -> None:
+    for x in over_logits("aligned"):
+        columns = x["constants"]["REPEAT"] * x["constants"]["PACK"]  # of a thread
+        if x["kernel"] == "logprobs_forward":
+            assert x["exponentials"] == columns + 1 + 1, x  # and one where the lanes are merged
+
+
+COUNT = """
+import itertools, json, math, sys
+import torch, triton_launches as t
+classes = {}
+shapes = [(1, 1, 32), (2, 17, 4096), (1, 1000, 50264), (3, 31, 151936), (16, 16, 1200)]
+def note(launch):
+    key = (launch.types, launch.constants, launch.options)
+    classes.setdefault(launch.name, set()).add(key)
+    assert launch.specialisations == (), launch
+settings = [(0.0, 0.2, 0.2, math.inf, math.inf, 1.0, 1.05, 0.0, 80.0, 0.0), (1.0, 0.1, 5.0, math.inf, math.inf, 1.0, 1.05, 1.0, 20.0, 0.04),
+            (0.0, 0.0, 0.3, 1.6, 3.0, 1.0, 1.05, 4.0, 80.0, 1.0), (2.0, 0.2, 0.2, math.inf, math.inf, 16.0, 1.0, 2.0, 80.0, 0.1),
+            (3.0, 0.2, 0.2, math.inf, math.inf, 1.0, 1.05, 3.0, 80.0, 16.0)]
+for shape, params, optional in itertools.product(shapes[1:], settings, (True, False)):
+    for launch in t.row_launches(90, torch.bfloat16, shape=shape, params=params, optional=optional):
+        note(launch)
+for groups, generations, steps, time in [(1, 2, 1, 1), (2, 3, 2, 5), (16, 16, 16, 16), (5, 8, 3, 1000), (1, 64, 17, 48)]:
+    for launch in t.advantage_launches(90, groups=groups, generations=generations, steps=steps, time=time):
+        note(launch)
+print(json.dumps({name: len(keys) for name, keys in classes.items()}))
+"""
+
+
+def test_no_length_and_no_setting_is_compiled_anew() -> None:
+    counts = json.loads(without_interpreter("-c", COUNT))
+    assert set(OVER_LOGITS) <= set(counts)
+    # `normalise` writes float32 for outcomes and float64 for the steps of a process
+    assert counts == {name: 2 if name == "normalise" else 1 for name in counts}
+
+
+def test_the_committed_table_is_what_this_triton_makes() -> None:
+    import triton
+
+    page = (ROOT / "docs/triton.md").read_text()
+    made_by = re.search(r"^Triton ([\d.]+)\. ", page, re.MULTILINE)
+    assert made_by is not None
+    rows = re.findall(r"^\| `(\w+)` \| (\w*) \| (\w*) \| (\d+) \| (\d+) \|", page, re.MULTILINE)
+    assert {row[:4] for row in rows} == {(x["kernel"], x["dtype"], x["rows"], str(x["architecture"])) for x in figures()}
+    if made_by[1] == triton.__version__:
+        table = without_interpreter(
+            "-c", f"import json, triton_compiled as c; print(c.table(json.loads({json.dumps(json.dumps(figures()))})))"
+        )
+        assert table.strip() in page, "python tests/triton_compiled.py docs/triton.md"
