@@ -95,35 +95,6 @@ def test_a_tile_costs_one_exponential_more_than_it_has_logits() -> None:
             assert x["exponentials"] == columns + 1 + 1, x  # and one where the lanes are merged
 
 
-COUNT = """
-import itertools, json, math, sys
-import torch, triton_launches as t
-classes = {}
-shapes = [(1, 1, 32), (2, 17, 4096), (1, 1000, 50264), (3, 31, 151936), (16, 16, 1200)]
-def note(launch):
-    key = (launch.types, launch.constants, launch.options)
-    classes.setdefault(launch.name, set()).add(key)
-    assert launch.specialisations == (), launch
-settings = [(0.0, 0.2, 0.2, math.inf, math.inf, 1.0, 1.05, 0.0, 80.0, 0.0), (1.0, 0.1, 5.0, math.inf, math.inf, 1.0, 1.05, 1.0, 20.0, 0.04),
-            (0.0, 0.0, 0.3, 1.6, 3.0, 1.0, 1.05, 4.0, 80.0, 1.0), (2.0, 0.2, 0.2, math.inf, math.inf, 16.0, 1.0, 2.0, 80.0, 0.1),
-            (3.0, 0.2, 0.2, math.inf, math.inf, 1.0, 1.05, 3.0, 80.0, 16.0)]
-for shape, params, optional in itertools.product(shapes[1:], settings, (True, False)):
-    for launch in t.row_launches(90, torch.bfloat16, shape=shape, params=params, optional=optional):
-        note(launch)
-for groups, generations, steps, time in [(1, 2, 1, 1), (2, 3, 2, 5), (16, 16, 16, 16), (5, 8, 3, 1000), (1, 64, 17, 48)]:
-    for launch in t.advantage_launches(90, groups=groups, generations=generations, steps=steps, time=time):
-        note(launch)
-print(json.dumps({name: len(keys) for name, keys in classes.items()}))
-"""
-
-
-def test_no_length_and_no_setting_is_compiled_anew() -> None:
-    counts = json.loads(without_interpreter("-c", COUNT))
-    assert set(OVER_LOGITS) <= set(counts)
-    # `normalise` writes float32 for outcomes and float64 for the steps of a process
-    assert counts == {name: 2 if name == "normalise" else 1 for name in counts}
-
-
 def test_the_committed_table_is_what_this_triton_makes() -> None:
     import triton
 
