@@ -97,11 +97,12 @@ def row_launches(
 
     ids, active, temperature = tokens(torch.int64), given(tokens(torch.uint8)), tokens()
     inputs = (tokens(), given(tokens()), given(tokens()), given(tokens()), tokens(), given(tokens()))
+    numbers = [float(x) for x in params]
     stats, loss, metrics = (tokens(), tokens(), tokens()), (tokens(), tokens()), (tokens(), tokens(torch.int8))
     backend.logprobs_forward(logits, ids, active, temperature, tokens(), *stats)
-    backend.objective(tokens(), given(tokens()), *inputs, active, list(params), *loss, tokens(), *metrics)
+    backend.objective(tokens(), given(tokens()), *inputs, active, numbers, *loss, tokens(), *metrics)
     backend.logprobs_backward(logits, ids, active, temperature, *stats, tokens(), given(tokens()), logits)
-    backend.loss_and_grad(logits, ids, active, temperature, *inputs, list(params), tokens(), tokens(), *loss, *metrics, logits)
+    backend.loss_and_grad(logits, ids, active, temperature, *inputs, numbers, tokens(), tokens(), *loss, *metrics, logits)
     backend.scale(logits, torch.empty((), device=device))
     return backend.launches
 
