@@ -6,6 +6,7 @@ Another version of TRL than the installed one: PYTHONPATH=<folder> pytest tests/
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import re
 import subprocess
@@ -43,7 +44,9 @@ WORST = {"loss": 0.0, "metrics": 0.0, "parameters": 0.0}
 def one_thread_and_worst_differences() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the models are too small to be shared
+    gc.freeze()  # every run ends in a collection, which looks at all that the imports made
     yield
+    gc.unfreeze()
     torch.set_num_threads(threads)
     print("\nTRL: largest difference in float32:", ", ".join(f"{name} {x:.1e}" for name, x in WORST.items()))
 
@@ -69,7 +72,7 @@ def test_steps_from_logits_are_those_of_trl(name: str, tmp_path: Path) -> None:
 
 
 def test_thirty_steps_have_the_same_rewards(tmp_path: Path) -> None:
-    row = {"optim": "adamw_torch", "learning_rate": 1e-2, "per_device_train_batch_size": 16, "num_generations": 8, "beta": 0.01}
+    row = {"optim": "adamw_torch", "learning_rate": 1e-2, "per_device_train_batch_size": 8, "num_generations": 4, "beta": 0.01}
     theirs, ours = (train(x, row, tmp_path, steps=30) for x in (trl.GRPOTrainer, FusedGRPOTrainer))
     rewards = [[line["reward"] for line in run.log if "reward" in line] for run in (theirs, ours)]
     assert rewards[1] == pytest.approx(rewards[0], abs=1e-6) and len(rewards[0]) == 30
