@@ -21,6 +21,7 @@ import torch
 
 pytest.importorskip("trl", reason="TRL is an extra")
 
+import transformers
 import trl
 from datasets import Dataset
 
@@ -155,18 +156,27 @@ def test_what_is_not_served_is_left_to_trl_with_one_warning(name: str, tmp_path:
     assert path_of(ours.calls) == "TRL" and max(difference(theirs, ours)) == 0
 
 
-def test_another_head_is_left_to_trl_with_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class OddHead(torch.nn.Linear):
-        pass
+class OddHead(torch.nn.Linear):
+    pass
 
-    def odd(*args: Any) -> Any:
-        model = make(*args)
-        model.lm_head.__class__ = OddHead
+
+class OddModel(transformers.LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits + 1
+        return outputs
+
+
+@pytest.mark.parametrize("odd", [OddHead, OddModel])
+def test_a_model_whose_logits_cannot_be_followed_is_left_to_trl(odd: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def model_of(*args: Any) -> Any:
+        model = trl_steps_model_of(*args)
+        (model if odd is OddModel else model.lm_head).__class__ = odd
         return model
 
-    make = trl_steps.model_of
-    monkeypatch.setattr(trl_steps, "model_of", odd)
-    with pytest.warns(UserWarning, match="OddHead"):
+    trl_steps_model_of = trl_steps.model_of
+    monkeypatch.setattr(trl_steps, "model_of", model_of)
+    with pytest.warns(UserWarning, match="OddHead" if odd is OddHead else "does more than that"):
         assert path_of(train(FusedGRPOTrainer, {}, tmp_path).calls) == "TRL"
 
 

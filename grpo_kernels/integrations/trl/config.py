@@ -6,7 +6,7 @@ own code.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -105,7 +105,7 @@ def left_to_trl(trainer: Any, version: Semantics) -> list[str]:
     args, found = trainer.args, []
     for field in fields(args):
         value, kind = getattr(args, field.name), FIELDS.get(field.name, "unknown")
-        if kind == "unknown" and value != field.default:
+        if kind == "unknown" and value != (field.default if field.default_factory is MISSING else field.default_factory()):
             found.append(f"{field.name}: an option that this version of grpo_kernels does not know")
         elif kind == "falls back" and (value or None) is not None and field.name != "fsdp_config":
             found.append(f"{field.name}: not tried with these kernels")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo_kernels import GRPOLossOutput, fuse_lm_head, grpo_loss
+from grpo_kernels import GRPOLossOutput, fuse_lm_head, fused_linear_logprobs, grpo_loss
 from grpo_kernels.integrations.trl.config import accumulation, left_to_trl, options_of, semantics
 from grpo_kernels.integrations.trl.entropy import log_entropy_bonus
 from grpo_kernels.integrations.trl.heads import SOURCES, Float32Head
@@ -21,6 +21,11 @@ else:  # a mixin, and nothing of TRL before it is used
     Trainer = object
 
 __all__ = ["FusedGRPOMixin"]
+
+IMAGES = (  # what TRL adds to the inputs of vision-language models
+    "pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes", "token_type_ids", "mm_token_type_ids",
+    "image_position_ids", "pixel_position_ids",
+)  # fmt: skip
 
 
 class FusedGRPOMixin(Trainer):
@@ -164,9 +169,15 @@ class FusedGRPOMixin(Trainer):
             vars(head).pop("forward", None)  # TRL's way of casting
             head.__class__ = Float32Head
         fuse_lm_head(model)
+        # What the model does to its logits after the head is found out now, or this raises; without dropout, which would use up random
+        # numbers that the rollouts get in TRL.
+        training, ids = model.training, torch.zeros(1, 1, dtype=torch.int64, device=head.weight.device)
+        with torch.no_grad():
+            model.eval()(input_ids=ids, use_cache=False, lm_head_fn=functools.partial(fused_linear_logprobs, token_ids=ids))
+        model.train(training)
 
     def _has_images(self, inputs: dict[str, Any]) -> bool:
-        if inputs.get("pixel_values") is None:
+        if all(inputs.get(name) is None for name in IMAGES):
             return False
         self._leave_to_trl("images: the inputs of vision-language models")
         return True
