@@ -14,6 +14,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 import oracle
+from cases import same_bits
 
 COLUMNS = 12  # D: several times what the smallest vector unit holds, and no multiple of 8
 LAYOUTS = ("contiguous", "time_first", "every_second_column", "later_time")
@@ -97,6 +98,7 @@ def run(p: Problem, backend: str | None, *, layout: str = "contiguous", upstream
     around = torch.ones(full.shape, dtype=torch.bool)
     view(around).fill_(False)
     assert (leaves[0].grad[around] == 0).all(), "gradient outside the hidden states"
+    assert torch.equal(leaves[1], p.weight) and same_bits(view(leaves[0]).detach(), p.hidden), "an input was changed"
     return Result(output, view(leaves[0].grad), *(None if x is None else x.grad for x in leaves[1:]))
 
 
