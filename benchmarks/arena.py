@@ -26,6 +26,7 @@ from benchmarks.traffic import Traffic
 ROOFLINE = "mul_"  # logits.mul_(1.0): one read and one write of the logits, and nothing else
 ROUNDS = {"tiny": 5, "smoke": 9, "full": 7}
 THREADS = (1, 2)
+PEERS = ("liger", "trl_chunked", "verl")  # whom ratios are given to besides naive and the compiler
 
 # contest -> its contestants' names, known before anything runs
 NAMES = {
@@ -214,7 +215,8 @@ def figures(outcome: Contest, name: str, roofline: str) -> dict[str, Any]:
         found["faster_than_baseline"] = outcome.ratio(name, contestant.baseline)
         found["best_compile"] = best
         found["faster_than_best_compile"] = outcome.ratio(name, best)
-        found["faster_than_liger"] = outcome.ratio(name, re.sub("^[^-]*", "liger", name))  # that of the same half
+        for peer in PEERS:
+            found[f"faster_than_{peer}"] = outcome.ratio(name, re.sub("^[^-]*", peer, name))  # that of the same half
         if "bytes_needed" in found:
             found["gb_per_s"] = found["bytes_needed"] / statistics.median(seconds) / 1e9
         if ratio := outcome.ratio(name, roofline):

@@ -11,18 +11,13 @@ import torch
 
 import grpo_kernels
 from benchmarks import table
-from benchmarks.arena import ROOFLINE, Arena, figures
+from benchmarks.arena import Arena, figures
 from benchmarks.implementations import Missing
 from benchmarks.inputs import Case
 
-# Qwen's vocabulary, the largest in common use, with 256 and 1,024 rows; tiny is for the tests of these benchmarks, odd for the row tails.
-SHAPES = {"tiny": (4, 6, 1003), "smoke": (8, 32, 151936), "full": (8, 128, 151936)}
-CASES = {
-    case.id: case
-    for size, (batch, time, vocab) in SHAPES.items()
-    for dtype in ("float32", "bfloat16")
-    for case in (Case("cpu", size, batch, time, vocab, dtype),)
-}
+# (sequences, length, vocabulary, width of hidden states); a test file may have SHAPES of its own. Qwen's vocabulary, the largest in common
+# use, with 256 and 1,024 rows; tiny is for the tests of these benchmarks, odd for the row tails.
+SHAPES = {"tiny": (4, 6, 1003, None), "smoke": (8, 32, 151936, None), "full": (8, 128, 151936, None)}
 RESULTS: pytest.StashKey[list[dict[str, Any]]] = pytest.StashKey()
 ABSENT: pytest.StashKey[dict[str, str]] = pytest.StashKey()
 
@@ -38,13 +33,19 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         tiny = metafunc.config.getoption("--tiny")
-        ids = [name for name, case in CASES.items() if (case.size == "tiny") == tiny]
-        metafunc.parametrize("case", ids, indirect=True, scope="module")
+        shapes = getattr(metafunc.module, "SHAPES", SHAPES)
+        cases = [
+            Case("cpu", size, batch, time, vocab, dtype, width)
+            for size, (batch, time, vocab, width) in shapes.items()
+            if size.startswith("tiny") == tiny
+            for dtype in ("float32", "bfloat16")
+        ]
+        metafunc.parametrize("case", cases, ids=[case.id for case in cases], indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest) -> Case:
-    return CASES[request.param]
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,7 @@ def keep_result(request: pytest.FixtureRequest, case: Case, benchmark: Any) -> C
             "contestant": name,
             "rows": case.rows,
             "vocab": case.vocab,
+            "width": case.width,
             "dtype": case.dtype,
             "logits_bytes": case.logits_bytes,
             "threads": torch.get_num_threads(),
@@ -101,7 +103,7 @@ def hand_in(
         chosen = [
             item.callspec.params["contestant"]
             for item in request.session.items
-            if item.function is request.function and item.callspec.params["case"] == case.id
+            if item.function is request.function and item.callspec.params["case"] == case
         ]
         outcome = arena.contest(kind, chosen, verify_only=not benchmark.enabled)
         if (error := outcome.failures.get(name)) is not None:
@@ -109,7 +111,7 @@ def hand_in(
             if isinstance(error, Missing):
                 absent(kind, name, error)
             raise error
-        benchmark.extra_info |= figures(outcome, name, ROOFLINE)
+        benchmark.extra_info |= figures(outcome, name, arena.roofline)
         _feed(benchmark, outcome.seconds[name])
         keep_result(kind, name)
 

@@ -28,6 +28,7 @@ class Case:
     time: int
     vocab: int
     dtype: str
+    width: int | None = None  # of hidden states, where they are what is measured on
 
     @property
     def id(self) -> str:

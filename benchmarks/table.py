@@ -70,6 +70,16 @@ def _extra(unit: float, digits: str) -> Cell:
     return lambda member: f"{member['extra_info']['extra_bytes'] / unit:{digits}}" if "extra_bytes" in member["extra_info"] else ""
 
 
+def _of(whose: str) -> Cell:
+    """The extra memory as a part of somebody else's."""
+
+    def cell(member: Benchmark) -> str:
+        share = member["extra_info"].get(f"of_{whose}")
+        return "" if share is None else f"{share:.3g}"
+
+    return cell
+
+
 def _of_its_time(member: Benchmark) -> str:
     ratio = member["extra_info"]["faster_than_baseline"]
     return f"{1 / ratio['median']:.2f}" if ratio else ""
@@ -84,6 +94,8 @@ AGAINST_NAIVE: dict[str, Cell] = {
     "times faster than naive": _times_faster("faster_than_baseline"),
     "than best torch.compile": _times_faster("faster_than_best_compile"),
     "than liger": _times_faster("faster_than_liger"),
+    "than trl_chunked": _times_faster("faster_than_trl_chunked"),
+    "than verl": _times_faster("faster_than_verl"),
     "GB/s": _bandwidth,
     "share of {roofline}": _share,
     "bytes a logit": _bytes_a_logit,
@@ -102,6 +114,8 @@ MEMORY: dict[str, Cell] = {
     **NAME,
     "extra MB at the peak": _extra(1e6, ".3g"),
     "of the logits": lambda member: f"{member['extra_info']['of_logits']:.2f}",
+    "of naive's": _of("naive"),
+    "of naive_float's": _of("naive_float"),
     "bytes a row": lambda member: f"{member['extra_info']['extra_bytes'] / member['extra_info']['rows']:.0f}",
 }
 

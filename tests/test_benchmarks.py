@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 # torch.compile takes minutes to compile; every child process imports torch for seconds, so one dtype's are enough.
-QUICK = "not compile and (float32 or not (memory or instruction_sets)) and (inplace or not memory)"
+QUICK = "not compile and (float32 or not (memory or instruction_sets)) and (inplace or ours_forward or not memory)"
 COMPARED = ("naive", "trl", "ours", "ours_one_pass", "ours_inplace", "mul_")
 
 
@@ -62,6 +62,25 @@ def test_every_ratio_follows_from_the_rounds_of_the_same_run(toy_run: tuple[str,
 
 
 @pytest.mark.serial
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_from_hidden_states_everybody_is_compared_with_the_products_of_the_same_rounds(toy_run: tuple[str, dict], dtype: str) -> None:
+    rounds = _rounds(toy_run[1])
+    for test in ("hidden", "hidden_forward"):
+        products = rounds[f"test_{test}[cpu-tiny-{dtype}-products]"]["stats"]["data"]
+        for name in ("naive", "ours"):
+            benchmark = rounds[f"test_{test}[cpu-tiny-{dtype}-{name}]"]
+            own = benchmark["stats"]["data"]
+            assert len(own) == len(products) >= 5
+            ratios = [least / mine for mine, least in zip(own, products)]
+            assert benchmark["extra_info"]["share_of_roofline"]["median"] == statistics.median(ratios)
+    for error in ("loss", "gradient of the hidden states", "gradient of the weight"):
+        exact, rounded = (rounds[f"test_hidden[cpu-tiny-{x}-ours]"]["extra_info"][f"error of the {error}"] for x in ("float32", "bfloat16"))
+        assert exact < 1e-6 and exact < rounded < 0.01
+    memory = rounds["test_hidden_memory[cpu-tiny-float32-ours_forward]"]["extra_info"]
+    assert memory["width"] == 24 and memory["of_logits"] == memory["extra_bytes"] / (24 * 1003 * 4)
+
+
+@pytest.mark.serial
 @pytest.mark.parametrize("dtype, size", [("float32", 4), ("bfloat16", 2)])
 def test_traffic_is_what_the_design_says(toy_run: tuple[str, dict], dtype: str, size: int) -> None:
     """In passes over the logits. naive: log_softmax 2; backward: zeros to scatter into 1, its own derivative 3."""
@@ -87,7 +106,7 @@ def test_the_table_has_everybody_and_names_the_absent(toy_run: tuple[str, dict],
     for text in (summary, table):
         for name in COMPARED:
             assert f"| {name} " in text
-    for test in ("half_masked", "threads", "instruction_sets", "memory"):
+    for test in ("half_masked", "threads", "instruction_sets", "memory", "hidden", "hidden_forward", "hidden_half_masked", "hidden_memory"):
         assert f"**{test} cpu-tiny-float32**" in table
     assert "forward cpu-tiny-float32 naive_float: the same as naive for float32" in summary.partition("not measured")[2]
 
@@ -113,3 +132,26 @@ def test_a_wrong_answer_is_not_timed(tmp_path: Path) -> None:
     assert process.returncode == 1
     assert "WrongAnswer: logps: off by 0.1" in process.stdout
     assert set(_rounds(json.loads((tmp_path / "run.json").read_text()))) == {"test_forward[cpu-tiny-float32-ours]"}
+
+
+@pytest.mark.serial
+def test_a_wrong_gradient_from_hidden_states_is_not_timed(tmp_path: Path) -> None:
+    """The loss of naive is right, the gradients 2 % too large; ours, in turn with it, is timed."""
+    plugin = tmp_path / "large_gradient.py"
+    plugin.write_text(
+        "import pytest\n"
+        "@pytest.fixture(autouse=True, scope='session')\n"
+        "def large_gradient():\n"
+        "    from benchmarks import hidden\n"
+        "    right = hidden.LOSSES['naive']\n"
+        "    def wrong(inputs):\n"
+        "        loss = right(inputs)\n"
+        "        return 1.02 * loss - 0.02 * loss.detach()\n"
+        "    hidden.LOSSES['naive'] = wrong\n"
+    )
+    process = _benchmarks(
+        tmp_path, "-p", plugin.stem, "-k", "test_hidden and float32 and not (memory or forward or half) and (naive or ours)"
+    )
+    assert process.returncode == 1
+    assert "WrongAnswer: gradient of the hidden states: off by 0.02 of its norm" in process.stdout
+    assert set(_rounds(json.loads((tmp_path / "run.json").read_text()))) == {"test_hidden[cpu-tiny-float32-ours]"}
