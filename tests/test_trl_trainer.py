@@ -207,6 +207,7 @@ def test_patching_rebinds_the_name_everywhere_and_back() -> None:
     finally:
         unpatch_trl()
     assert trl.GRPOTrainer is grpo_trainer.GRPOTrainer is original
+    assert FusedGRPOTrainer is not original, "who imported ours by its own name keeps it"
 
 
 def test_a_subclass_of_a_user_takes_the_mixin(tmp_path: Path) -> None:
@@ -220,6 +221,15 @@ def test_a_subclass_of_a_user_takes_the_mixin(tmp_path: Path) -> None:
     row = {"scale_rewards": "none"}
     theirs, ours = (train(x, row, tmp_path) for x in (Mine, MineFused))
     assert path_of(ours.calls) == "hidden states" and max(difference(theirs, ours)) <= BOUND
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_one_model_may_have_one_trainer_after_another(bf16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook; TRL and accelerate leave their patches around its forward."""
+    model = trl_steps.model_of()
+    monkeypatch.setattr(trl_steps, "model_of", lambda *_: model)
+    paths = [path_of(train(x, {"bf16": bf16}, tmp_path, steps=1).calls) for x in (FusedGRPOTrainer, FusedGRPOTrainer, trl.GRPOTrainer)]
+    assert paths == ["hidden states", "hidden states", "TRL"]
 
 
 def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:

@@ -43,22 +43,22 @@ def patch_trl() -> None:
         RuntimeError: a version of TRL that is not supported.
         ImportError: TRL is not installed.
     """
-    fused = __getattr__("FusedGRPOTrainer") if "FusedGRPOTrainer" not in globals() else globals()["FusedGRPOTrainer"]
-    _rebind(fused.__mro__[2], fused)
-
-
-def unpatch_trl() -> None:
-    """Give TRL its own name back."""
-    if "FusedGRPOTrainer" in globals():
-        fused = globals()["FusedGRPOTrainer"]
-        _rebind(fused, fused.__mro__[2])
-
-
-def _rebind(old: type, new: type) -> None:
     import trl
 
+    fused = sys.modules[__name__].FusedGRPOTrainer
+    original = fused.__mro__[2]
     trl.GRPOTrainer  # noqa: B018  TRL imports its trainers when they are asked for
     for module in list(sys.modules.values()):
         if module is not None and not getattr(module, "__name__", "").startswith("grpo_kernels"):
-            for name in [name for name, value in list(vars(module).items()) if value is old]:
-                setattr(module, name, new)
+            for name in [name for name, value in list(vars(module).items()) if value is original]:
+                setattr(module, name, fused)
+                _patched.append((module, name, original))
+
+
+def unpatch_trl() -> None:
+    """Give back the names that were taken; what was imported in between keeps what it got."""
+    while _patched:
+        setattr(*_patched.pop())
+
+
+_patched: list[tuple[Any, str, Any]] = []

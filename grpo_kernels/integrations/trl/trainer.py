@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo_kernels import GRPOLossOutput, fuse_lm_head, fused_linear_logprobs, grpo_loss
+from grpo_kernels import GRPOLossOutput, fuse_lm_head, fused_linear_logprobs, grpo_loss, unfuse_lm_head
 from grpo_kernels.integrations.trl.config import accumulation, left_to_trl, options_of, semantics
 from grpo_kernels.integrations.trl.entropy import log_entropy_bonus
 from grpo_kernels.integrations.trl.heads import SOURCES, Float32Head
@@ -51,6 +52,7 @@ class FusedGRPOMixin(Trainer):
             raise ValueError(f"loss_from: expected one of {', '.join(SOURCES)}, got {loss_from!r}")
         self._head = SOURCES[loss_from]
         self._left_to_trl = False
+        _release(kwargs.get("model", args[0] if args else None))
         super().__init__(*args, **kwargs)
         reasons = left_to_trl(self, self._semantics)
         if not reasons:
@@ -186,3 +188,12 @@ class FusedGRPOMixin(Trainer):
         if not self._left_to_trl:
             warnings.warn(f"{type(self).__name__} leaves the loss to TRL's own code: {reasons}", stacklevel=2)
         self._left_to_trl = True
+
+
+def _release(model: Any) -> None:
+    """Takes off what an earlier trainer has left around this model's forward, before TRL puts its own around that."""
+    if isinstance(model, torch.nn.Module):
+        from accelerate.utils import extract_model_from_parallel  # type: ignore[import-untyped]
+
+        with contextlib.suppress(RuntimeError, TypeError):  # most models are new
+            unfuse_lm_head(extract_model_from_parallel(model, keep_fp32_wrapper=False))
