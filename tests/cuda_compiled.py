@@ -133,9 +133,10 @@ def figures(module: Path) -> list[dict[str, Any]]:
 
 
 def table(found: list[dict[str, Any]], version: str) -> str:
+    local = max(x[name] for x in found for name in ("stack", "local"))
     lines = [
         f"nvcc {version}. Loads and stores of global memory: instructions of 16 bytes / of fewer; exponentials of each sweep over a row, "
-        "for one pack. Shared memory: bytes beside the launcher's. No kernel has a stack, spills or local memory.",
+        f"for one pack. Shared memory: bytes beside the launcher's. Stack, spills and local memory: {local} bytes in every kernel.",
         "",
         "| kernel | dtype | sm | registers | shared | loads | stores | exponentials |",
         "|---|---|---|---|---|---|---|---|",

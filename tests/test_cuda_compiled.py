@@ -20,8 +20,8 @@ pytestmark = pytest.mark.skipif(not MODULE.cuda_archs(), reason="this build has 
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 OVER_LOGITS = ("logprobs_forward", "logprobs_backward", "loss_and_grad (portable)", "loss_and_grad (cluster)", "scale")
-# 65,536 a multiprocessor: four blocks of 256 threads that sweep once, two of 384 that sweep twice
-REGISTERS = {"loss_and_grad (portable)": 80, "loss_and_grad (cluster)": 80}
+# 65,536 a multiprocessor: four blocks of 256 threads that sweep once, two of 384 that sweep twice, six of 128 of the advantages
+REGISTERS = {"loss_and_grad (portable)": 80, "loss_and_grad (cluster)": 80, "normalise": 80}
 VECTORS = 2  # of 16 bytes, a pack
 
 

@@ -8,6 +8,8 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
+// Four blocks to a multiprocessor allow 128 registers. Left to itself the compiler takes 40 for the sake of more blocks, and spills.
+#define GRPO_BOUNDS __launch_bounds__(kThreads, 4)
 
 // Of the values that are not NaN.
 struct Moments {
@@ -75,8 +77,8 @@ struct Steps {
 // One block a group. `Out` is float, or double where a sum follows. 0 where there is nothing to compare: a group of one, of equals, a NaN,
 // and a step that ends nowhere.
 template <class Out>
-__global__ void __launch_bounds__(kThreads)
-    normalise_kernel(Groups g, AdvantageScale scale, Baseline baseline, int ddof, double eps, Steps steps, Out* out) {
+__global__ void GRPO_BOUNDS normalise_kernel(Groups g, AdvantageScale scale, Baseline baseline, int ddof, double eps, Steps steps,
+                                             Out* out) {
     const auto value = [&](int64_t index) {
         const bool is_real = !steps.ends || (steps.ends[index] >= 0 && steps.ends[index] < steps.time);
         return is_real ? g.values[index] : double(NAN);
@@ -101,8 +103,8 @@ __global__ void __launch_bounds__(kThreads)
 
 // out[row, t] = sum of the normalised steps of that row that end at t or later. A thread a token adds them in their order: no atomics, and
 // several may end on one token.
-__global__ void __launch_bounds__(kThreads)
-    steps_ahead_kernel(const double* normalised, const int64_t* step_ends, int64_t steps, int64_t time, int64_t tokens, float* out) {
+__global__ void GRPO_BOUNDS steps_ahead_kernel(const double* normalised, const int64_t* step_ends, int64_t steps, int64_t time,
+                                               int64_t tokens, float* out) {
     const int64_t token = int64_t(blockIdx.x) * kThreads + threadIdx.x;
     if (token >= tokens) return;
     const int64_t row = token / time, t = token % time;

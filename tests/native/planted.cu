@@ -54,7 +54,7 @@ __global__ void overwrites_without_a_barrier(float* out) {
     if (threadIdx.x == 0) shared.write(0, 1.0f);
     __syncthreads();
     out[threadIdx.x] = shared.read(0);
-    if (threadIdx.x == kThreads - 1) shared.write(0, 2.0f);
+    if (threadIdx.x == 0) shared.write(0, 2.0f);
 }
 
 __global__ void half_of_the_block_waits(float*) {
