@@ -13,7 +13,7 @@ from benchmarks.hidden_arena import NAMES, HiddenArena
 from benchmarks.inputs import Case
 
 # (sequences, length, vocabulary, width): full is the head of a Qwen of 0.5 B parameters; smoke one whose float32 products take no minutes.
-SHAPES = {"tiny": (4, 6, 1003, 24), "smoke": (4, 64, 32000, 512), "full": (4, 256, 151936, 896)}
+SHAPES = {"tiny": (4, 6, 1003, 24), "smoke": (4, 64, 32000, 256), "full": (4, 256, 151936, 896)}
 HandIn = Callable[[str, str], None]
 
 

@@ -18,7 +18,7 @@ from benchmarks.inputs import Case
 
 SHAPES = {
     "tiny": (4, 6, 1003, 24),
-    "smoke": (4, 64, 32000, 512),
+    "smoke": (4, 64, 32000, 256),
     "full": (4, 256, 151936, 896),
     "full_4096": (4, 1024, 151936, 896),
 }
