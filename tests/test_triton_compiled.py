@@ -92,7 +92,8 @@ def test_a_tile_costs_one_exponential_more_than_it_has_logits() -> None:
     for x in over_logits("aligned"):
         columns = x["constants"]["REPEAT"] * x["constants"]["PACK"]  # of a thread
         if x["kernel"] == "logprobs_forward":
-            assert x["exponentials"] == columns + 1 + 1, x  # and one where the lanes are merged
+            # and one where the lanes are merged; 3.2 gives a column to several lanes, and so has more to merge
+            assert columns + 2 <= x["exponentials"] <= columns + 8, x
 
 
 def test_the_committed_table_is_what_this_triton_makes() -> None:
