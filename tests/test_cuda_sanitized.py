@@ -123,7 +123,8 @@ def test_a_real_kernel_that_is_told_of_more_columns_than_there_are_is_seen(colum
 
 def suite(sanitized: dict[str, str], *arguments: str) -> int:
     """Runs tests; every one must pass. Returns how many did."""
-    process = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, **sanitized)
+    # -s: what a sanitizer says before it ends the process would be lost with what pytest had caught.
+    process = run(sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", *arguments, **sanitized)
     assert process.returncode == 0, process.stdout[-10000:]
     assert not re.search("runtime error|AddressSanitizer", process.stdout), process.stdout
     return int(re.search(r"(\d+) passed", process.stdout)[1])

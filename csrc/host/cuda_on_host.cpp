@@ -151,7 +151,10 @@ void run_thread() {
 void Machine::start_cluster(int size, size_t shared_bytes) {
     const size_t count = size_t(size) * threads_per_block;
     if (count > threads.size()) {
-        if (stacks) munmap(stacks, threads.size() * kStackBytes);
+        if (stacks) {
+            forget_frames(stacks, threads.size() * kStackBytes);  // or whoever gets these addresses next is blamed for them
+            munmap(stacks, threads.size() * kStackBytes);
+        }
         while (threads.size() < count) threads.push_back(std::make_unique<Thread>());
         void* memory = mmap(nullptr, count * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (memory == MAP_FAILED) throw std::bad_alloc();
