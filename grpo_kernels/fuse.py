@@ -35,7 +35,8 @@ def fuse_lm_head(model: Any) -> Any:
     The output is of the model's own class, with the function's fields (loss, logps, entropy, ...) beside the model's (a mixture's
     `aux_loss`, the cache, ...) and `logits` None. `loss` is the function's; no auxiliary loss is added to it.
 
-    Without lm_head_fn the model is what it was: forward, generate, state_dict, save_pretrained. `unfuse_lm_head` undoes it.
+    Without lm_head_fn the model is what it was: forward, generate, state_dict, save_pretrained. `unfuse_lm_head` undoes it. A copy is
+    fused too; a model that was pickled whole (torch.save(model), a spawned process) has to be fused again.
 
     Args:
         model: a causal language model of transformers whose output embeddings are an nn.Linear, or its PEFT model. Before or after PEFT
@@ -126,6 +127,11 @@ def _causal_lm(model: Any) -> Any:
 
 def _is_fused(model: Any) -> bool:
     forward, fused = vars(model).get("forward"), vars(model).get("_fused_forward")
+    if fused is not None and fused.__func__ is type(model).forward:  # unpickled: pickle finds a method by its name, and the class has that
+        del model._fused_forward
+        if forward == fused:
+            del model.forward
+        return False
     if fused is not None and forward != fused:
         raise RuntimeError(
             "model: fused, but something wrapped or replaced its forward since; undo that first "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -247,6 +248,17 @@ def test_a_copy_has_its_own_weights(llama: Any) -> None:
     same_loss = by_head(twin, inputs)[0].loss
     torch.testing.assert_close(same_loss, expected.loss)
     assert not torch.allclose(by_head(llama, inputs)[0].loss, expected.loss)
+
+
+def test_a_pickled_model_is_fused_again(llama: Any) -> None:
+    inputs = batch()
+    _, expected, wanted = by_logits(llama, inputs)
+    loaded = pickle.loads(pickle.dumps(gk.fuse_lm_head(llama)))
+    for _ in range(2):
+        fused, got = by_head(gk.fuse_lm_head(loaded), inputs)
+        same(fused, expected)
+        close(got, wanted)
+    assert type(gk.unfuse_lm_head(loaded).lm_head) is nn.Linear and "forward" not in vars(loaded)
 
 
 def test_another_patch_of_the_forward_stays_inside(llama: Any) -> None:
