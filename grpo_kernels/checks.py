@@ -45,6 +45,9 @@ def plain_tensor(name: str, x: Any, recipe: str = "") -> Tensor:
     if type(x) not in (Tensor, torch.nn.Parameter, FakeTensor):
         recipe = recipe or "pass x.full_tensor() of a DTensor, x.as_subclass(torch.Tensor) of another"
         raise TypeError(f"{name}: expected a plain torch.Tensor, got the subclass {type(x).__name__}; {recipe}")
+    if x.layout != torch.strided or x.is_nested:
+        kind = "a nested tensor" if x.is_nested else f"one of layout {x.layout}"
+        raise TypeError(f"{name}: expected a dense tensor, got {kind}")
     return x
 
 

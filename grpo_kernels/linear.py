@@ -70,8 +70,8 @@ def fused_linear_grpo_loss(
         completion_ids: (B, T) or packed (N,), int64 or int32.
         advantages: (B,) or (B, T); packed (S,) or (N,).
         bias: (V,) of the head, of the same dtype; None: none.
-        logit_scale: > 0; multiplies the product (Cohere's logit_scale, 1 / Granite's logits_scaling).
-        logit_softcap: > 0; logits become softcap * tanh(logits / softcap), after the scale (Gemma 2's final_logit_softcapping). A second
+        logit_scale: in [1e-15, 1e15]; multiplies the product (Cohere's logit_scale, 1 / Granite's logits_scaling).
+        logit_softcap: in [1e-15, 1e15]; logits become softcap * tanh(logits / softcap), after the scale (Gemma 2's final_logit_softcapping). A second
             buffer keeps what the derivative needs.
         chunk_size: most rows of a chunk; None: what fits into 160 MB on a CPU (at most 1,024 rows), 1 GB on a GPU (at most 4,096).
         logits_dtype: dtype of the logits in the buffer; None: that of the products. float32 keeps the logits of half-precision products
@@ -187,9 +187,9 @@ _LOSS_ARGUMENTS = tuple(inspect.signature(fused_linear_grpo_loss).parameters)  #
 def _head_options(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: Any, softcap: Any, chunk_size: Any, logits_dtype: Any
 ) -> HeadOptions:
-    check_number("logit_scale", scale, above=0)
+    _check_factor("logit_scale", scale)
     if softcap is not None:
-        check_number("logit_softcap", softcap, above=0)
+        _check_factor("logit_softcap", softcap)
     kind = hidden.device.type
     product = hidden.dtype
     if kind != "meta" and torch.is_autocast_enabled(kind) and torch.float64 not in (hidden.dtype, weight.dtype):
@@ -212,6 +212,12 @@ def _head_options(
     elif isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
         raise ValueError(f"chunk_size: expected an integer >= 1 or None, got {chunk_size!r}")
     return HeadOptions(float(scale), None if softcap is None else float(softcap), chunk_size, logits_dtype, product)
+
+
+def _check_factor(name: str, value: Any) -> None:
+    """Far enough from the ends of float32 that neither it nor the quotient of two is inf or 0 there, and NaN once multiplied."""
+    if not 1e-15 <= check_number(name, value, above=0) <= 1e15:
+        raise ValueError(f"{name}: expected a number in [1e-15, 1e15], which float32 multiplies logits by, got {value}")
 
 
 class _Wanted(NamedTuple):

@@ -19,6 +19,12 @@ def fused(**changed):
     return gk.fused_grpo_loss(**{**small_batch(), **changed})
 
 
+def linear(**changed):
+    inputs = {"hidden_states": torch.randn(2, 3, 4), "lm_head_weight": torch.randn(11, 4), "bias": torch.randn(11), **small_batch()}
+    del inputs["logits"]
+    return gk.fused_linear_grpo_loss(**{**inputs, **changed})
+
+
 def from_logps(**changed):
     return gk.grpo_loss(**{**without_logits(small_batch()), "logps": small_batch()["ref_logps"], **changed})
 
@@ -73,7 +79,17 @@ WRONG = [
     (scored, {"mask": torch.ones(2, 3).as_subclass(Subclass)}, TypeError, "mask: .*Subclass"),
     (from_logps, {"logps": IDS}, TypeError, "logps: expected a floating dtype, got torch.int64"),
     (from_logps, {"entropy": IDS}, TypeError, "entropy: expected a floating dtype, got torch.int64"),
+    (fused, {"logits": torch.randn(2, 3, 11).to_sparse()}, TypeError, "logits: expected a dense tensor, got .*sparse_coo"),
+    (fused, {"advantages": torch.randn(2).to_sparse()}, TypeError, "advantages: .*sparse_coo"),
+    (fused, {"logits": torch.nested.nested_tensor([torch.randn(3, 11)] * 2)}, TypeError, "logits: .*nested"),
+    (linear, {"hidden_states": torch.randn(2, 3, 4).to_sparse()}, TypeError, "hidden_states: .*sparse_coo"),
+    (linear, {"lm_head_weight": torch.randn(11, 4).to_sparse()}, TypeError, "lm_head_weight: .*sparse_coo"),
+    (linear, {"lm_head_weight": torch.randn(11, 4).half()}, TypeError, "lm_head_weight: .*torch.float32.*got torch.float16.*autocast"),
+    (linear, {"bias": torch.randn(11).double()}, TypeError, "bias: .*torch.float32.*got torch.float64"),
     # shapes
+    (linear, {"hidden_states": torch.randn(2, 5, 4)}, ValueError, r"completion_ids: expected .*\(2, 5, 4\).*\(2, 3\)"),
+    (linear, {"lm_head_weight": torch.randn(4, 11)}, ValueError, r"lm_head_weight: .*4 columns, got shape \(4, 11\)"),
+    (linear, {"bias": torch.randn(4)}, ValueError, r"bias: .*11 rows, got shape \(4,\)"),
     (fused, {"logits": torch.randn(2, 5, 11)}, ValueError, r"completion_ids: expected .*\(2, 5, 11\).*\(2, 3\)"),
     (fused, {"logits": torch.randn(2, 2, 11)}, ValueError, r"completion_ids: expected .*\(2, 2, 11\).*\(2, 3\)"),
     (fused, {"logits": torch.randn(3, 3, 11)}, ValueError, r"completion_ids: expected .*\(3, 3, 11\).*\(2, 3\)"),
@@ -131,6 +147,12 @@ WRONG = [
     (fused, {"temperature": torch.tensor(float("nan"))}, ValueError, "temperature at position .*nan"),
     *((fused, {"temperature": x}, ValueError, f"temperature: expected a finite number > 0, got {x}") for x in (0, -1.0, float("nan"))),
     (fused, {"temperature": "hot"}, TypeError, "temperature: expected a number, got str"),
+    *((linear, {name: 0.0}, ValueError, f"{name}: .*> 0, got 0.0") for name in ("logit_scale", "logit_softcap")),
+    *(  # float32 would make inf or 0 of it, and NaN of the loss
+        (linear, {name: x}, ValueError, f"{name}: expected a number in .*float32.*got {x}".replace("+", r"\+"))
+        for name in ("logit_scale", "logit_softcap")
+        for x in (1e-46, 1e39)
+    ),
     # options
     *((fused, {name: -0.1}, ValueError, f"{name}: expected a finite number >= 0, got -0.1") for name in ("epsilon", "epsilon_high")),
     (fused, {"beta": -0.1}, ValueError, "beta: expected a finite number >= 0, got -0.1"),
@@ -224,6 +246,6 @@ def test_wrong_arguments_are_named_with_what_was_expected_and_what_came(function
         function(**changed)
 
 
-@pytest.mark.parametrize("function", [fused, from_logps, scored, packed, advantages, process, metrics, targets])
+@pytest.mark.parametrize("function", [fused, linear, from_logps, scored, packed, advantages, process, metrics, targets])
 def test_the_unchanged_arguments_are_accepted(function):
     function()
