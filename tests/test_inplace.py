@@ -157,7 +157,7 @@ def test_a_row_of_zeros_ends_where_the_row_ends_at_any_address(backend):
     command = [sys.executable, "-c", textwrap.dedent(program), backend]
     child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     if backend == "cuda_on_host":  # a GPU reads no such element; nor has torch a tensor there whose elements are not aligned
-        assert "a misaligned access" in child.stderr
+        assert "a misaligned access" in child.stderr or "misaligned address" in child.stderr  # the machine's word, or UBSan's
     else:
         assert child.returncode == 0, child.stderr
 
