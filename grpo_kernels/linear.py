@@ -71,8 +71,8 @@ def fused_linear_grpo_loss(
         advantages: (B,) or (B, T); packed (S,) or (N,).
         bias: (V,) of the head, of the same dtype; None: none.
         logit_scale: in [1e-15, 1e15]; multiplies the product (Cohere's logit_scale, 1 / Granite's logits_scaling).
-        logit_softcap: in [1e-15, 1e15]; logits become softcap * tanh(logits / softcap), after the scale (Gemma 2's final_logit_softcapping). A second
-            buffer keeps what the derivative needs.
+        logit_softcap: in [1e-15, 1e15]; logits become softcap * tanh(logits / softcap), after the scale (Gemma 2's
+            final_logit_softcapping). A second buffer keeps what the derivative needs.
         chunk_size: most rows of a chunk; None: what fits into 160 MB on a CPU (at most 1,024 rows), 1 GB on a GPU (at most 4,096).
         logits_dtype: dtype of the logits in the buffer; None: that of the products. float32 keeps the logits of half-precision products
             from being rounded (slow on a CPU, which has no such product); their gradient is rounded before dH and dW all the same.
