@@ -67,7 +67,7 @@ cuda-on-host: $(call ready,test) ## build the CUDA kernels for the CPU, for test
 lint: $(call ready,dev) ## linters, formats and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu*' | xargs $(BIN)/clang-format --dry-run -Werror
+	find csrc tests/native -name '*.h' -o -name '*.cpp' -o -name '*.cu*' | xargs $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/mypy
 
 bench: $(call ready,bench) ## time and memory beside plain PyTorch, small sizes
