@@ -55,6 +55,18 @@ def test_empty_sequences_count(backend: str, loss_type: str) -> None:
     torch.testing.assert_close(loss.policy_loss * 6, fewer.policy_loss * 4, rtol=1e-5, atol=1e-7)
 
 
+def test_as_many_sequences_as_rows_take_one_value_each(backend: str) -> None:
+    """(3,) beside sequences of 1, 0 and 2 rows could be either; (1, 3) cannot."""
+    rows = {"logits": torch.zeros(3, 7), "completion_ids": torch.tensor([1, 2, 3]), "cu_seqlens": torch.tensor([0, 1, 1, 3])}
+    values = torch.tensor([1.0, 2.0, 4.0])
+
+    def policy_loss(advantages: Tensor) -> Tensor:
+        return gk.fused_grpo_loss(**rows, advantages=advantages, loss_type="dapo", backend=backend).policy_loss
+
+    torch.testing.assert_close(policy_loss(values), torch.tensor(-(1.0 + 4.0 + 4.0) / 3))
+    torch.testing.assert_close(policy_loss(values[None]), torch.tensor(-(1.0 + 2.0 + 4.0) / 3))
+
+
 def test_rows_behind_the_last_offset_change_no_bit(backend: str) -> None:
     for level in ("token", "sequence"):
         inputs = case("tail", importance_sampling_level=level)
