@@ -58,9 +58,9 @@ def fused_grpo_loss(
         old_logps: (B, T) log-probs under the policy that sampled; None: on-policy, the ratio is exactly 1.
         ref_logps: (B, T) log-probs under the reference policy; required where beta > 0. Given, `kl` is filled also at beta 0.
         completion_mask: (B, T) bool, int or float; non-zero counts. What stands at masked positions never matters. None: all tokens.
-        cu_seqlens: (S + 1,) int32 or int64, offsets of S sequences in packed rows, from 0 and ascending; an empty sequence counts, rows from
-            the last offset on are in none. Logits are (N, V) or (1, N, V) then, (B, T) reads (N,) or (1, N), and (B,) reads (S,): where
-            S = N, (N,) is one value a sequence and (1, N) one a token. None: padded.
+        cu_seqlens: (S + 1,) int32 or int64, offsets of S sequences in packed rows, from 0 and ascending; an empty sequence counts, rows
+            from the last offset on are in none. Logits are (N, V) or (1, N, V) then, (B, T) reads (N,) or (1, N), and (B,) reads (S,):
+            where S = N, (N,) is one value a sequence and (1, N) one a token. None: padded.
         importance_weights: (B,), (B, 1) or (B, T) ratio of trainer to sampler; multiplies the policy term.
         policy_weights: (B,), (B, 1) or (B, T) any other factor of the policy term (off-policy or entropy masks).
         token_weights: (B, T) own aggregation: replaces w by token_weights * mask; then no normaliser and no loss_scale is applied.
