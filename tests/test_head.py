@@ -457,12 +457,24 @@ def test_a_bfloat16_model_keeps_its_loss_in_float32(llama: Any) -> None:
     close(got, rounded, rtol=0.05)
 
 
-def test_accelerate_makes_no_float32_copy_of_anything_large() -> None:
-    """It casts what a forward returns to float32: of a model that returns logits, all logits."""
+@pytest.fixture
+def bfloat16_accelerator() -> Iterator[Any]:
     accelerate = pytest.importorskip("accelerate")
+
+    def forget() -> None:  # its state is the process's: another test's precision would be refused, or ours stay
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.state.GradientState._reset_state()
+
+    forget()
+    yield accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    forget()
+
+
+def test_accelerate_makes_no_float32_copy_of_anything_large(bfloat16_accelerator: Any) -> None:
+    """It casts what a forward returns to float32: of a model that returns logits, all logits."""
     llama, inputs = gk.fuse_lm_head(model_of("llama", vocab_size=WIDE)), batch(ROWS)
     exact = by_head(llama, inputs)
-    prepared = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(llama)
+    prepared = bfloat16_accelerator.prepare(llama)
     with Largest() as largest:
         fused, got = by_head(prepared, inputs, chunk_size=1)
     assert largest.numel == WIDE * 16 and fused.logits is None and fused.hidden_states is None
@@ -474,7 +486,7 @@ def test_accelerate_makes_no_float32_copy_of_anything_large() -> None:
     for act in (gk.fuse_lm_head, gk.unfuse_lm_head):
         with pytest.raises(RuntimeError, match="something wrapped or replaced its forward"):
             act(llama)
-    unwrapped = accelerate.utils.extract_model_from_parallel(prepared, keep_fp32_wrapper=False)
+    unwrapped = bfloat16_accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
     torch.testing.assert_close(by_head(unwrapped, inputs)[0].loss, exact[0].loss)
     gk.unfuse_lm_head(unwrapped)
     assert type(llama.lm_head) is nn.Linear
